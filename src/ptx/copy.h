@@ -1,0 +1,46 @@
+// The bulk copy engine (TMA) and matrix moves between registers and shared memory (sm_90).
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace mxattn::ptx {
+
+/// Brings a tensor map into the descriptor cache. PTX ISA 9.7.9.16 prefetch.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/// Copies the box at (x, y, z), x innermost, to shared memory; completes on `barrier` by bytes.
+/// PTX ISA 9.7.9.27.1.2 cp.async.bulk.tensor.
+__device__ __forceinline__ void copy_tensor_3d(std::uint32_t shared, const CUtensorMap* map, int x,
+                                               int y, int z, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+/// Stores four 8x8 matrices of 16-bit elements; lanes 8m..8m+7 give the row addresses of matrix m.
+/// PTX ISA 9.7.14.5.16 stmatrix.
+__device__ __forceinline__ void store_matrix_x4(std::uint32_t shared, std::uint32_t m0,
+                                                std::uint32_t m1, std::uint32_t m2,
+                                                std::uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+
+/// Lets a grid that depends on this one start. PTX ISA 9.7.13.13 griddepcontrol.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+/// Waits until the grids this one depends on have finished and their writes are visible.
+__device__ __forceinline__ void wait_on_dependencies() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+}  // namespace mxattn::ptx

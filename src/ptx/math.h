@@ -1,0 +1,42 @@
+// Approximate exponentials and conversions.
+#pragma once
+
+#include <cstdint>
+
+namespace mxattn::ptx {
+
+/// 2^x, at most 2 ulp, subnormal inputs and results flushed to 0. PTX ISA 9.7.3.21 ex2.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// log2(x), absolute error 2^-22.6 near 1, else relative 2^-22.6. PTX ISA 9.7.3.20 lg2.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Four floats to E4M3, nearest even, saturating, NaN to 0x7F; a lies in byte 0.
+/// PTX ISA 9.7.9.21 cvt.
+__device__ __forceinline__ std::uint32_t to_e4m3x4(float a, float b, float c, float d) {
+  std::uint32_t codes;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}\n"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
+
+/// Two floats to BF16, nearest even; `low` lies in the low half. PTX ISA 9.7.9.21 cvt.
+__device__ __forceinline__ std::uint32_t to_bf16x2(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+}  // namespace mxattn::ptx
