@@ -74,6 +74,10 @@ struct Recipe {
   constexpr bool operator==(const Recipe&) const = default;
 
   constexpr bool quantised() const { return operand == Element::kE4m3; }
+  /// Whether Q and K are rotated before quantisation unless the caller says otherwise.
+  constexpr bool rotates(int dim) const {
+    return quantised() and scale_group != ScaleGroup::kTensor and dim == 128;
+  }
   /// Changing a token leaves every bit of O, LSE and dQ of earlier tokens as it was.
   constexpr bool strictly_causal() const {
     return scale_group != ScaleGroup::kBlock32 && scale_group != ScaleGroup::kTensor;
