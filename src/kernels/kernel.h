@@ -46,7 +46,8 @@ struct BackwardArgs {
   TensorView<Bf16Bits> dq, dk, dv;
 };
 
-/// One way to run a problem. The reason is empty if it can, else one sentence.
+/// One way to run a problem. The reason is empty if it can, else one sentence. NOTE: supports() is
+/// asked before the lengths are known: problem.pack is null there.
 struct Backend {
   const char* name;
   std::string (*supports)(const Problem&);
