@@ -64,8 +64,8 @@ MXATTN_HOST_DEVICE constexpr Range visible_queries(const Mask& mask, int q_len, 
   Range queries{0, q_len};
   if (mask.causal) queries.begin = detail::clamp_to(diagonal, 0, q_len);
   if (mask.window_right >= 0) {
-    queries.begin = std::max(queries.begin,
-                             detail::clamp_to(diagonal - mask.window_right, 0, q_len));
+    queries.begin =
+        std::max(queries.begin, detail::clamp_to(diagonal - mask.window_right, 0, q_len));
   }
   if (mask.window_left >= 0) {
     queries.end = detail::clamp_to(diagonal + mask.window_left + 1, 0, q_len);
@@ -88,15 +88,23 @@ struct Pack {
   std::vector<Document> documents;
   std::int64_t total_q = 0;  // rows of the packed tensors: capacity, may exceed the last document
   std::int64_t total_k = 0;
-  std::int64_t q_slots = 0;  // rows of operand buffers
+  std::int64_t q_slots = 0;  // rows of operand buffers: slot_capacity() of the totals
   std::int64_t k_slots = 0;
 };
+
+inline constexpr std::int64_t kSlotAlignment = 16;
+
+/// First slot of a document, from its offset and position alone: no sum over the documents before
+/// it, so a device can compute it in place. Gaps between documents are 1 to 31 slots.
+constexpr std::int64_t document_slot(std::int64_t offset, int document) {
+  return (offset + kSlotAlignment * document) / kSlotAlignment * kSlotAlignment;
+}
 
 /// Rows of an operand buffer that hold any pack of `total` tokens in `num_documents` documents:
 /// known without reading the lengths, so that buffers can be sized without a host sync.
 constexpr std::int64_t slot_capacity(std::int64_t total, int num_documents) {
-  constexpr std::int64_t kAlign = 16;
-  return (total + kAlign * std::int64_t{num_documents} + kAlign - 1) / kAlign * kAlign;
+  return (total + kSlotAlignment * num_documents + kSlotAlignment - 1) / kSlotAlignment *
+         kSlotAlignment;
 }
 
 /// Builds the pack; throws Error (kInvalidArgument) that names the argument, the position and what
