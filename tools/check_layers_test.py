@@ -38,7 +38,7 @@ SOUND = {
     "src/plan/CMakeLists.txt": "mxattn_room(NAME plan DEPENDS quantize)\n",
     "src/plan/plan.h": '#include "quantize/operand.h"\n',
     "src/kernels/kernel.h": '#include "plan/plan.h"\n',
-    "src/kernels/cpu/CMakeLists.txt": "mxattn_room(NAME kernels_cpu DEPENDS plan TESTS e_test.cc)\n",
+    "src/kernels/cpu/CMakeLists.txt": "mxattn_room(NAME kernels_cpu DEPENDS plan TESTS e.cc)\n",
     "src/kernels/cpu/exact.h": '#include "kernels/kernel.h"\n',
     "src/kernels/cpu/exact.cc": '#include "exact.h"\nint x = snprintf(b, 9, "exit(1) 448");\n',
     "src/kernels/cpu/exact_test.cc": '#include <gtest/gtest.h>\n#include "kernels/cpu/exact.h"\n'
