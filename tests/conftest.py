@@ -1,0 +1,53 @@
+"""Fixtures of the Python tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import hypothesis
+import mxattn_capi
+import numpy as np
+import pytest
+
+# The same examples on every run: what fails here fails on every machine.
+hypothesis.settings.register_profile(
+    "mxattn", derandomize=True, deadline=None, max_examples=25, print_blob=True
+)
+hypothesis.settings.load_profile("mxattn")
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Tensors of a .safetensors file by name; BF16 as ml_dtypes.bfloat16."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    dtypes = {"BF16": mxattn_capi.bfloat16, "I32": np.int32, "F32": np.float32}
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            data = raw[8 + length + begin : 8 + length + end]
+            tensors[name] = np.frombuffer(data, dtypes[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
+
+
+@pytest.fixture(scope="session")
+def captures() -> list[tuple[str, str, int, np.ndarray, dict[str, np.ndarray]]]:
+    """(capture, layer, head, cu_seqlens, {"q", "k", "v", "do"}) of every head, (tokens, 1, dim)."""
+    folder = os.environ.get("MXATTN_CAPTURES")
+    if not folder:
+        pytest.skip("MXATTN_CAPTURES names no folder of .safetensors captures")
+    heads = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        tensors = read_safetensors(path)
+        for name in sorted({key.split(".")[0] for key in tensors if "." in key}):
+            layer = {part: tensors[f"{name}.{part}"] for part in ("q", "k", "v", "do")}
+            for head in range(layer["q"].shape[1]):
+                parts = {part: x[:, head : head + 1] for part, x in layer.items()}
+                heads.append((path.stem, name, head, tensors["cu_seqlens"], parts))
+    if not heads:
+        pytest.fail(f"MXATTN_CAPTURES = {folder}: expected a folder with .safetensors captures")
+    return heads
