@@ -7,15 +7,21 @@
 find_package(Threads REQUIRED)
 
 add_library(mxattn_options INTERFACE)
-target_compile_features(mxattn_options INTERFACE cxx_std_20)
-# -ffp-contract=off: every rounding is written out, no compiler may fuse a multiply and an add.
-target_compile_options(mxattn_options INTERFACE -Wall -Wextra -ffp-contract=off)
+# Every rounding is written out, no compiler may fuse a multiply and an add: -ffp-contract=off, and
+# --fmad=false on the device. --expt-relaxed-constexpr: device code calls constexpr functions.
+# Headers of the toolkit have parameters that nobody uses.
+target_compile_options(mxattn_options INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
+  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false
+                             -Xcompiler=-Wall,-Wextra,-Wno-unused-parameter,-ffp-contract=off>)
 if(MXATTN_WERROR)
-  target_compile_options(mxattn_options INTERFACE -Werror)
+  target_compile_options(mxattn_options INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-Werror>
+    $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)
 endif()
 if(MXATTN_SANITIZE)
-  target_compile_options(mxattn_options INTERFACE -fsanitize=address,undefined
-                                                  -fno-sanitize-recover=all -g)
+  target_compile_options(mxattn_options INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=address,undefined -fno-sanitize-recover=all -g>)
   target_link_options(mxattn_options INTERFACE -fsanitize=address,undefined)
 endif()
 target_include_directories(mxattn_options INTERFACE ${PROJECT_SOURCE_DIR}/include)
