@@ -56,7 +56,7 @@ struct PlanSpec {
   // their K and V stay in L2; 0: all. The groups follow one another and each is sorted by itself,
   // so the 4/3 bound of the sorted dynamic order holds inside a group only.
   int heads_per_group = 0;
-  CostModel cost;
+  CostModel cost = {};
   KeyOrder key_order = KeyOrder::kDescending;  // the recipe's: how an item walks its key tiles
 
   constexpr bool operator==(const PlanSpec&) const = default;
