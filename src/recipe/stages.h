@@ -9,6 +9,7 @@
 //   Ops::add/sub/mul       one rounding each (none that matters in FP64)
 //   Ops::fma(a, b, c)      a b + c with one rounding
 //   Ops::exp2(x), log2(x)  FP32: results below 2^-126 are flushed to 0
+//   Ops::flush(x)          FP32: x, or 0 where |x| < 2^-126 (an operation with .ftz)
 //   Ops::set(float)        a constant
 //
 // Index letters: i query, j key, t key tile, s query step of 64; exponents are base 2.
@@ -128,10 +129,40 @@ MXATTN_HOST_DEVICE constexpr float output_factor(Exponent c) {
   return factor(c - kProbabilityShift);
 }
 
+/// O = O alpha + T 2^(c - 8), the tile's part of it; `tile_factor` is output_factor(c).
+template <class Ops>
+MXATTN_HOST_DEVICE typename Ops::F update_output(typename Ops::F o, typename Ops::F alpha,
+                                                 typename Ops::F tile,
+                                                 typename Ops::F tile_factor) {
+  return Ops::flush(Ops::fma(o, alpha, Ops::flush(Ops::mul(tile, tile_factor))));
+}
+
+/// l^ = l^ alpha + 2^-8 (sum of the tile's codes).
+template <class Ops>
+MXATTN_HOST_DEVICE typename Ops::F update_row_sum(typename Ops::F l, typename Ops::F alpha,
+                                                  typename Ops::F tile_sum) {
+  return Ops::fma(l, alpha, Ops::mul(tile_sum, Ops::set(pow2(-kProbabilityShift))));
+}
+
 /// LSE = ln2 (m + log2 l), natural logarithm.
 template <class Ops>
 MXATTN_HOST_DEVICE typename Ops::F log_sum_exp(typename Ops::F m, typename Ops::F l) {
   return Ops::mul(Ops::set(static_cast<float>(kLn2)), Ops::add(m, Ops::log2(l)));
+}
+
+// ---- accumulators that stay in place (section 4) ----------------------------------------------
+
+/// An accumulator whose exponent changes: times 2^(old - new), exact but for the flush.
+template <class Ops>
+MXATTN_HOST_DEVICE typename Ops::F rescale_accumulator(typename Ops::F x, typename Ops::F change) {
+  return Ops::flush(Ops::mul(x, change));
+}
+
+/// FP32 sum + 2^e partial; `partial_factor` is factor(e).
+template <class Ops>
+MXATTN_HOST_DEVICE typename Ops::F promote(typename Ops::F sum, typename Ops::F partial,
+                                           typename Ops::F partial_factor) {
+  return Ops::flush(Ops::add(sum, Ops::flush(Ops::mul(partial, partial_factor))));
 }
 
 // ---- chunks (section 2.5): [0,128), [128,512), [512,2048), then 2048 each ---------------------
@@ -169,7 +200,7 @@ MXATTN_HOST_DEVICE constexpr float dkv_gradient_factor(Exponent c, Exponent ev, 
   return factor(c - kProbabilityShift + ev + eq - r);
 }
 
-/// The exponent x of D' = D 2^x, x = c - 8 - eG + EQ - r. D' is then rounded to FP16 and clamped.
+/// The factor of D' = D 2^(c - 8 - eG + EQ - r). D' is then rounded to FP16 and clamped.
 MXATTN_HOST_DEVICE constexpr float dkv_delta_factor(Exponent c, Exponent eg, Exponent eq,
                                                     Exponent r) {
   return factor(c - kProbabilityShift - eg + eq - r);
