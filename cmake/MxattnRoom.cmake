@@ -4,7 +4,10 @@
 # tools/check_layers holds its includes to the same list. TESTS lie beside the code they test and
 # become one program, mxattn_<room>_test.
 
+# Looked up here, so that every room and whoever links one sees the imported targets.
 find_package(Threads REQUIRED)
+find_package(OpenMP REQUIRED COMPONENTS CXX)
+find_package(hwy REQUIRED)  # SIMD with run-time dispatch
 
 add_library(mxattn_options INTERFACE)
 # Every rounding is written out, no compiler may fuse a multiply and an add: -ffp-contract=off, and
