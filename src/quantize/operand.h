@@ -14,8 +14,8 @@ enum class Role : std::uint8_t { kQ, kK, kV, kGradient };
 struct Operand {
   std::uint8_t* codes = nullptr;     // (heads, slots, dim)
   std::int8_t* exponents = nullptr;  // (heads, slots)
-  std::int8_t* norms = nullptr;      // (heads, slots): least n with ||restored row|| <= 2^n, or null
-  float* scale = nullptr;            // (1), ScaleGroup::kTensor only
+  std::int8_t* norms = nullptr;  // (heads, slots): least n with ||restored row|| <= 2^n, or null
+  float* scale = nullptr;        // (1), ScaleGroup::kTensor only
   std::int64_t slots = 0;
   int heads = 0;
   int dim = 0;
