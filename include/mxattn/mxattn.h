@@ -219,7 +219,7 @@ typedef struct mxattn_quantize_args {
   mxattn_call call;
   mxattn_tensor tensor; /* BF16, as in the forward */
   int32_t operand;      /* MXATTN_Q, MXATTN_K or MXATTN_V */
-  int32_t reserved;
+  int32_t rotate_back;  /* dequantize: 1 undoes the rotation of q and k; quantize: 0 */
 } mxattn_quantize_args;
 
 MXATTN_API void mxattn_quantize_args_init(mxattn_quantize_args* args);
@@ -227,8 +227,8 @@ MXATTN_API mxattn_status mxattn_quantize(const mxattn_problem* problem,
                                          const mxattn_quantize_args* args);
 
 /* Writes the restored values, code times scale, of an operand of the state into tensor: F32 of the
- * shape of the operand's tensor. Where the recipe rotates, they are values of the rotated tensor.
- * NaN for tokens that held NaN or Inf; 0 outside the documents. */
+ * shape of the operand's tensor. Where the problem rotates, they are values of the rotated tensor
+ * unless rotate_back is 1. NaN for tokens that held NaN or Inf; 0 outside the documents. */
 MXATTN_API mxattn_status mxattn_dequantize(const mxattn_problem* problem,
                                            const mxattn_quantize_args* args);
 
