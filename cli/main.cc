@@ -1,0 +1,35 @@
+// `mxattn`: shows on a machine without a GPU what the library computes.
+#include <fmt/core.h>
+
+#include <exception>
+#include <mxattn/mxattn.hpp>
+
+#include "command.h"
+
+namespace {
+
+constexpr void (*kCommands[])(CLI::App&, cli::Action&) = {
+    cli::add_info_command,
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Attention in 8 and 4 bits, forward and backward, for training."};
+  app.set_version_flag("--version", mxattn::version());
+  app.require_subcommand(1);
+  cli::Action action;
+  for (const auto add : kCommands) add(app, action);
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? cli::kOk : cli::kBadInput;
+  }
+  try {
+    return action();
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "mxattn: {}\n", error.what());
+    return cli::kBadInput;
+  }
+}

@@ -1,0 +1,123 @@
+#include "safetensors.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string_view>
+#include <utility>
+
+namespace cli {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the format is little-endian");
+
+constexpr std::size_t kLengthBytes = 8;
+
+/// Bytes of an element, 0 for a dtype that is not known.
+std::size_t element_bytes(std::string_view dtype) {
+  if (dtype == "BOOL" or dtype == "U8" or dtype == "I8" or dtype.starts_with("F8")) return 1;
+  if (dtype == "BF16" or dtype == "F16" or dtype == "I16" or dtype == "U16") return 2;
+  if (dtype == "F32" or dtype == "I32" or dtype == "U32") return 4;
+  if (dtype == "F64" or dtype == "I64" or dtype == "U64") return 8;
+  return 0;
+}
+
+std::vector<std::byte> read_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (not file) throw std::runtime_error(fmt::format("{}: cannot be opened", path.string()));
+  const std::streamoff size = file.tellg();
+  if (size < 0) throw std::runtime_error(fmt::format("{}: not a regular file", path.string()));
+  std::vector<std::byte> bytes(static_cast<std::size_t>(size));
+  file.seekg(0);
+  file.read(reinterpret_cast<char*>(bytes.data()), size);
+  if (not file) throw std::runtime_error(fmt::format("{}: cannot be read", path.string()));
+  return bytes;
+}
+
+/// One entry of the header.
+StoredTensor parse_tensor(const nlohmann::json& entry, std::span<const std::byte> data) {
+  StoredTensor tensor;
+  tensor.dtype = entry.at("dtype").get<std::string>();
+  const std::size_t element = element_bytes(tensor.dtype);
+  if (element == 0) throw std::runtime_error(fmt::format("unknown dtype {}", tensor.dtype));
+  std::size_t size = element;
+  for (const auto& dimension : entry.at("shape")) {
+    const auto n = dimension.get<std::int64_t>();
+    if (n < 0) throw std::runtime_error(fmt::format("negative dimension {}", n));
+    if (n != 0 and size > std::numeric_limits<std::size_t>::max() / static_cast<std::size_t>(n)) {
+      throw std::runtime_error("a shape too large for any file");
+    }
+    size *= static_cast<std::size_t>(n);
+    tensor.shape.push_back(n);
+  }
+  const auto offsets = entry.at("data_offsets").get<std::pair<std::int64_t, std::int64_t>>();
+  if (offsets.first < 0 or offsets.second < offsets.first) {
+    throw std::runtime_error(
+        fmt::format("data_offsets [{}, {}] are no range", offsets.first, offsets.second));
+  }
+  const auto begin = static_cast<std::size_t>(offsets.first);
+  const auto end = static_cast<std::size_t>(offsets.second);
+  if (end > data.size()) {
+    throw std::runtime_error(
+        fmt::format("data_offsets [{}, {}] lie beyond the {} bytes of data: the file is truncated",
+                    begin, end, data.size()));
+  }
+  if (end - begin != size) {
+    throw std::runtime_error(
+        fmt::format("{} bytes of data, but dtype and shape need {}", end - begin, size));
+  }
+  tensor.bytes = data.subspan(begin, size);
+  return tensor;
+}
+
+void check_overlaps(const std::map<std::string, StoredTensor>& tensors) {
+  std::vector<std::pair<std::span<const std::byte>, std::string_view>> order;
+  for (const auto& [name, tensor] : tensors) {
+    if (not tensor.bytes.empty()) order.emplace_back(tensor.bytes, name);
+  }
+  std::ranges::sort(order, {}, [](const auto& entry) { return entry.first.data(); });
+  for (std::size_t i = 1; i < order.size(); ++i) {
+    if (order[i].first.data() < order[i - 1].first.data() + order[i - 1].first.size()) {
+      throw std::runtime_error(
+          fmt::format("{} and {} overlap", order[i - 1].second, order[i].second));
+    }
+  }
+}
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : bytes_(read_file(path)) {
+  const std::span<const std::byte> bytes = bytes_;
+  std::string tensor = "header";
+  try {
+    std::uint64_t header = 0;
+    if (bytes.size() < kLengthBytes) throw std::runtime_error("truncated before its end");
+    std::memcpy(&header, bytes.data(), kLengthBytes);
+    if (header > bytes.size() - kLengthBytes) {
+      throw std::runtime_error(
+          fmt::format("says {} bytes, the file has {}: truncated, or no "
+                      "safetensors file",
+                      header, bytes.size()));
+    }
+    const auto* text = reinterpret_cast<const char*>(bytes.data() + kLengthBytes);
+    const auto json = nlohmann::json::parse(text, text + header);
+    const auto data = bytes.subspan(kLengthBytes + static_cast<std::size_t>(header));
+    for (const auto& [name, entry] : json.items()) {
+      if (name == "__metadata__") continue;
+      tensor = name;
+      tensors_.emplace(name, parse_tensor(entry, data));
+    }
+    tensor = "tensors";
+    check_overlaps(tensors_);
+  } catch (const std::exception& error) {
+    throw std::runtime_error(fmt::format("{}: {}: {}", path.string(), tensor, error.what()));
+  }
+}
+
+}  // namespace cli
