@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
@@ -34,20 +35,31 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+@dataclass
+class Layer:
+    """One captured layer: tensors (tokens, heads, dim) in BF16."""
+
+    capture: str
+    layer: str
+    cu_seqlens: np.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+
+
 @pytest.fixture(scope="session")
-def captures() -> list[tuple[str, str, int, np.ndarray, dict[str, np.ndarray]]]:
-    """(capture, layer, head, cu_seqlens, {"q", "k", "v", "do"}) of every head, (tokens, 1, dim)."""
+def captures() -> list[Layer]:
+    """Every layer of every capture in the folder MXATTN_CAPTURES."""
     folder = os.environ.get("MXATTN_CAPTURES")
     if not folder:
         pytest.skip("MXATTN_CAPTURES names no folder of .safetensors captures")
-    heads = []
+    layers = []
     for path in sorted(Path(folder).glob("*.safetensors")):
         tensors = read_safetensors(path)
         for name in sorted({key.split(".")[0] for key in tensors if "." in key}):
-            layer = {part: tensors[f"{name}.{part}"] for part in ("q", "k", "v", "do")}
-            for head in range(layer["q"].shape[1]):
-                parts = {part: x[:, head : head + 1] for part, x in layer.items()}
-                heads.append((path.stem, name, head, tensors["cu_seqlens"], parts))
-    if not heads:
+            parts = (tensors[f"{name}.{part}"] for part in ("q", "k", "v", "do"))
+            layers.append(Layer(path.stem, name, tensors["cu_seqlens"], *parts))
+    if not layers:
         pytest.fail(f"MXATTN_CAPTURES = {folder}: expected a folder with .safetensors captures")
-    return heads
+    return layers
