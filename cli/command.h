@@ -18,5 +18,6 @@ using Action = std::function<int()>;
 
 /// Adds the sub-command to `app`; when the user chooses it, it leaves its work in `action`.
 void add_info_command(CLI::App& app, Action& action);
+void add_plan_command(CLI::App& app, Action& action);
 
 }  // namespace cli

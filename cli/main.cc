@@ -10,6 +10,7 @@ namespace {
 
 constexpr void (*kCommands[])(CLI::App&, cli::Action&) = {
     cli::add_info_command,
+    cli::add_plan_command,
 };
 
 }  // namespace
