@@ -77,9 +77,8 @@ HWY_INLINE hn::Vec<D> load_e4m3(D d, const std::uint8_t* codes) {
 /// Lanes(d) rounded codes to memory.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE void store_e4m3(D d, V x, std::uint8_t* codes) {
-  const hn::RebindToSigned<D> di;
   const hn::Rebind<std::uint8_t, D> d8;
-  hn::StoreU(hn::DemoteTo(d8, hn::BitCast(di, encode_e4m3(d, x))), d8, codes);
+  hn::StoreU(hn::TruncateTo(d8, encode_e4m3(d, x)), d8, codes);
 }
 
 /// Lanes(d) BF16 values from memory.

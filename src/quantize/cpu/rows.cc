@@ -6,6 +6,7 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "quantize/cpu/rows.cc"
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
@@ -68,7 +69,8 @@ HWY_INLINE hn::Vec<D> butterfly_in_vector(D d, hn::Vec<D> v, int dim) {
       const hn::RebindToUnsigned<D> du;
       const auto second = hn::And(hn::Iota(du, 0), hn::Set(du, std::uint32_t{kStride}));
       const auto sign = hn::BitCast(d, hn::ShiftLeft<31 - kBit>(second));
-      return hn::Add(swap_lanes<kBit>(d, v), hn::Xor(v, sign));
+      // The product is exact: one rounding, with or without hardware FMA.
+      return hn::MulAdd(v, hn::Or(hn::Set(d, 1.0f), sign), swap_lanes<kBit>(d, v));
     }
   }
   return v;
@@ -108,7 +110,17 @@ float rotation_scale(int dim) {
   return static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
 }
 
+/// Asks for a row some rows ahead: rows of one head lie a stride apart, which no hardware
+/// prefetcher follows.
+void prefetch(const Bf16Rows& rows, std::int64_t i) {
+  constexpr std::int64_t kAhead = 4;
+  constexpr int kLine = 64 / sizeof(std::uint16_t);
+  const std::uint16_t* const row = rows.row(std::min(i + kAhead, rows.count - 1));
+  for (int c = 0; c < rows.dim; c += kLine) hwy::Prefetch(row + c);
+}
+
 void load_row(const Bf16Rows& rows, std::int64_t i, float scale, Row& row) {
+  prefetch(rows, i);
   load_row(rows.row(i), rows.dim, row);
   if (rows.rotate) rotate_row(row.x, rows.dim, scale);
 }
@@ -128,18 +140,18 @@ float max_magnitude(const Row& row, int dim) {
   return float_of(hn::GetLane(hn::MaxOfLanes(du, largest)));
 }
 
-/// Codes of x factor; x becomes the values of the codes.
+/// Codes of x factor; with `keep_values` x becomes the values of the codes.
+template <bool keep_values>
 void encode_row(Row& row, int dim, float factor, std::uint8_t* codes) {
   const Lanes d;
   const hn::Rebind<std::uint8_t, Lanes> d8;
-  const hn::RebindToSigned<Lanes> di;
   const int lanes = static_cast<int>(hn::Lanes(d));
   HWY_ALIGN std::uint8_t tail[padded(kMaxDim)];
   std::uint8_t* const target = dim % lanes == 0 ? codes : tail;
   for (int c = 0; c < dim; c += lanes) {
     const auto code = encode_e4m3(d, hn::Mul(hn::Load(d, row.x + c), hn::Set(d, factor)));
-    hn::StoreU(hn::DemoteTo(d8, hn::BitCast(di, code)), d8, target + c);
-    hn::Store(decode_e4m3(d, code), d, row.x + c);
+    hn::StoreU(hn::TruncateTo(d8, code), d8, target + c);
+    if constexpr (keep_values) hn::Store(decode_e4m3(d, code), d, row.x + c);
   }
   if (target != codes) std::memcpy(codes, target, static_cast<std::size_t>(dim));
 }
@@ -210,8 +222,11 @@ void encode_rows(const Bf16Rows& rows, const std::int8_t* exponents, float tenso
     }
     load_row(rows, i, scale, row);
     const float factor = tensor_scale != 0 ? tensor_scale : pow2(-exponent);
-    encode_row(row, rows.dim, factor, codes + i * rows.dim);
-    if (norms != nullptr) {
+    std::uint8_t* const row_codes = codes + i * rows.dim;
+    if (norms == nullptr) {
+      encode_row<false>(row, rows.dim, factor, row_codes);
+    } else {
+      encode_row<true>(row, rows.dim, factor, row_codes);
       const float sum = dot(row, row, rows.dim);
       norms[i] = static_cast<std::int8_t>(stages::norm_exponent(sum, exponent));
     }
@@ -241,7 +256,7 @@ void gradient_rows(const Bf16Rows& dout, const Bf16Rows& out, ExponentRule rule,
       g.norms[i] = stages::kNanExponent;
       g.delta[i] = kNan;
     } else {
-      encode_row(grad, dim, pow2(-exponent), g.codes + i * dim);
+      encode_row<true>(grad, dim, pow2(-exponent), g.codes + i * dim);
       g.norms[i] = static_cast<std::int8_t>(stages::norm_exponent(dot(grad, grad, dim), exponent));
       scale_row(grad, dim, pow2(exponent));
       const float delta = dot(grad, output, dim);
