@@ -12,6 +12,8 @@
 //   Ops::flush(x)          FP32: x, or 0 where |x| < 2^-126 (an operation with .ftz)
 //   Ops::set(float)        a constant
 //
+// Those formulas are in formulas.inc, whose text is included here and once for every SIMD target.
+//
 // Index letters: i query, j key, t key tile, s query step of 64; exponents are base 2.
 #pragma once
 
@@ -97,72 +99,11 @@ MXATTN_HOST_DEVICE inline float score_factor(float score_scale, Exponent eq, Exp
   return mul_rn(score_scale, pow2(clamp_int(e.value, kScoreExponentMin, kScoreExponentMax)));
 }
 
-/// z = rn(acc a), what the maximum is taken of.
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F score(typename Ops::F acc, typename Ops::F a) {
-  return Ops::mul(acc, a);
-}
-
-/// 2^(acc a + addend): every probability of every pass, one FMA and one exponential.
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F probability(typename Ops::F acc, typename Ops::F a,
-                                               typename Ops::F addend) {
-  return Ops::exp2(Ops::fma(acc, a, addend));
-}
-
 // ---- forward (section 3) ----------------------------------------------------------------------
-
-/// rn(8 - m): the addend that makes probability() give 256 p.
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F forward_addend(typename Ops::F m) {
-  return Ops::sub(Ops::set(static_cast<float>(kProbabilityShift)), m);
-}
-
-/// alpha = 2^(m_old - m_new). The caller takes 1 where m did not change, also at -inf.
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F rescale(typename Ops::F m_old, typename Ops::F m_new) {
-  return Ops::exp2(Ops::sub(m_old, m_new));
-}
 
 /// 2^(c - 8): turns the tile's partial sum T = sum h cV into a part of O.
 MXATTN_HOST_DEVICE constexpr float output_factor(Exponent c) {
   return factor(c - kProbabilityShift);
-}
-
-/// O = O alpha + T 2^(c - 8), the tile's part of it; `tile_factor` is output_factor(c).
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F update_output(typename Ops::F o, typename Ops::F alpha,
-                                                 typename Ops::F tile,
-                                                 typename Ops::F tile_factor) {
-  return Ops::flush(Ops::fma(o, alpha, Ops::flush(Ops::mul(tile, tile_factor))));
-}
-
-/// l^ = l^ alpha + 2^-8 (sum of the tile's codes).
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F update_row_sum(typename Ops::F l, typename Ops::F alpha,
-                                                  typename Ops::F tile_sum) {
-  return Ops::fma(l, alpha, Ops::mul(tile_sum, Ops::set(pow2(-kProbabilityShift))));
-}
-
-/// LSE = ln2 (m + log2 l), natural logarithm.
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F log_sum_exp(typename Ops::F m, typename Ops::F l) {
-  return Ops::mul(Ops::set(static_cast<float>(kLn2)), Ops::add(m, Ops::log2(l)));
-}
-
-// ---- accumulators that stay in place (section 4) ----------------------------------------------
-
-/// An accumulator whose exponent changes: times 2^(old - new), exact but for the flush.
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F rescale_accumulator(typename Ops::F x, typename Ops::F change) {
-  return Ops::flush(Ops::mul(x, change));
-}
-
-/// FP32 sum + 2^e partial; `partial_factor` is factor(e).
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F promote(typename Ops::F sum, typename Ops::F partial,
-                                           typename Ops::F partial_factor) {
-  return Ops::flush(Ops::add(sum, Ops::flush(Ops::mul(partial, partial_factor))));
 }
 
 // ---- chunks (section 2.5): [0,128), [128,512), [512,2048), then 2048 each ---------------------
@@ -206,14 +147,6 @@ MXATTN_HOST_DEVICE constexpr float dkv_delta_factor(Exponent c, Exponent eg, Exp
   return factor(c - kProbabilityShift - eg + eq - r);
 }
 
-/// dS 2^(EQ - r) = t (acc' F - D'), acc' = sum cG cV.
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F dkv_ds(typename Ops::F t, typename Ops::F acc,
-                                          typename Ops::F gradient_factor,
-                                          typename Ops::F delta) {
-  return Ops::mul(t, Ops::sub_from_product(acc, gradient_factor, delta));
-}
-
 /// Places where an accumulator is added to the FP32 sum and starts afresh. `step` counts 64-query
 /// steps from the document's start; half 0 is keys 0-63 of the key tile, half 1 keys 64-127.
 MXATTN_HOST_DEVICE constexpr bool promotes_dv(int step, int half) {
@@ -245,12 +178,6 @@ MXATTN_HOST_DEVICE inline float dq_delta(float d, Exponent eg, Exponent ev) {
   return x > limit ? limit : (x < -limit ? -limit : x);
 }
 
-template <class Ops>
-MXATTN_HOST_DEVICE typename Ops::F dq_ds(typename Ops::F p, typename Ops::F acc,
-                                         typename Ops::F delta) {
-  return Ops::mul(p, Ops::sub(acc, delta));
-}
-
 /// `tile` counts key tiles from the document's start; half 0 is rows 0-63 of the query tile.
 MXATTN_HOST_DEVICE constexpr bool promotes_dq(int tile, int half) {
   return tile % 16 == (half == 0 ? 7 : 15);
@@ -261,5 +188,9 @@ MXATTN_HOST_DEVICE constexpr bool promotes_dq(int tile, int half) {
 inline constexpr float kLazyThreshold = 4.0f;        // RowReference::kLazy4, log2 units
 inline constexpr float kTensorForwardPScale = 28.0f;  // 448 / 16
 inline constexpr float kTensorBackwardPScale = 448.0f;
+
+// ---- formulas over an arithmetic ---------------------------------------------------------------
+
+#include "recipe/formulas.inc"
 
 }  // namespace mxattn::stages
