@@ -243,7 +243,7 @@ def test_a_skewed_pack_repeats_its_bits(skewed):
 @pytest.mark.parametrize("backend", ["cpu", "cpu_exact", "cpu_h200"])
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_token"])
 def test_forward_and_backward_use_the_same_weights(recipe, backend):
-    # V = I gives O = P; dO = I gives dV = P^T. Roundings in between: the code of the weight (and the
+    # V = I gives O = P; dO = I gives dV = P^T. Roundings in between: the weight's code (and the
     # row sum's, a mean of such), in dV the code of the weight and of 1/L; BF16. Half a step of E4M3
     # is 2^-4 of a normal value; subnormal codes have half steps of 2^-10, which is 2^-18 of the
     # row's largest weight in O, and in dV 2^-18 of the chunk's largest g.
