@@ -1,10 +1,15 @@
 // Fp32Ops: the scalar FP32 arithmetic of recipe/stages.h; the same bits as SimdOps (simd-inl.h).
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
 #include "base/numeric.h"
-#include "kernels/cpu/elementary.h"
 
 namespace mxattn::kernels::cpu {
+
+#include "kernels/cpu/elementary.inc"
 
 struct Fp32Ops {
   using F = float;
@@ -17,8 +22,9 @@ struct Fp32Ops {
   static F sub_from_product(F a, F b, F c) { return fma_rn(a, b, -c); }
   static F exp2(F x) { return exp2_fp32<Fp32Ops>(x); }
   static F log2(F x) { return log2_fp32<Fp32Ops>(x); }
+  static F flush(F x) { return flush_fp32<Fp32Ops>(x); }
 
-  // What elementary.h asks for besides.
+  // What elementary.inc asks for besides.
   static F add_bits(F a, F b) { return float_of(bits_of(a) + bits_of(b)); }
   static F sub_bits(F a, F b) { return float_of(bits_of(a) - bits_of(b)); }
   static F and_bits(F a, std::uint32_t mask) { return float_of(bits_of(a) & mask); }

@@ -8,9 +8,10 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "formats/limits.h"
-#include "kernels/cpu/elementary.h"
+#include "recipe/stages.h"
 
 // Include guard of Highway's per-target headers: toggled, not set once.
 #if defined(MXATTN_KERNELS_CPU_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -27,6 +28,14 @@ namespace mxattn::kernels::cpu {
 namespace HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
+
+#include "kernels/cpu/elementary.inc"
+
+// The formulas of recipe/stages.h, compiled for this target.
+namespace stages {
+using namespace mxattn::stages;
+#include "recipe/formulas.inc"
+}  // namespace stages
 
 using FloatTag = hn::ScalableTag<float>;
 using UintTag = hn::RebindToUnsigned<FloatTag>;
@@ -63,8 +72,9 @@ struct SimdOps {
 #endif
   static HWY_INLINE F exp2(F x) { return exp2_fp32<SimdOps>(x); }
   static HWY_INLINE F log2(F x) { return log2_fp32<SimdOps>(x); }
+  static HWY_INLINE F flush(F x) { return flush_fp32<SimdOps>(x); }
 
-  // What elementary.h asks for besides.
+  // What elementary.inc asks for besides.
   static HWY_INLINE F add_bits(F a, F b) {
     const UintTag du;
     return hn::BitCast(FloatTag(), hn::Add(hn::BitCast(du, a), hn::BitCast(du, b)));
