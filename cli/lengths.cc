@@ -24,7 +24,7 @@ std::optional<std::int64_t> parse_count(std::string_view text) {
 
 }  // namespace
 
-std::vector<std::int32_t> parse_lengths(std::string_view text) {
+std::vector<std::int32_t> parse_lengths(std::string_view text, std::string_view option) {
   std::vector<std::int32_t> cu_seqlens = {0};
   std::size_t begin = 0;
   for (int number = 1; begin <= text.size(); ++number) {
@@ -33,7 +33,7 @@ std::vector<std::int32_t> parse_lengths(std::string_view text) {
     begin = comma + 1;
     const auto refuse = [&](const std::string& expected) {
       throw std::invalid_argument(
-          fmt::format("--lengths, entry {} \"{}\": expected {}", number, entry, expected));
+          fmt::format("{}, entry {} \"{}\": expected {}", option, number, entry, expected));
     };
 
     const std::size_t times = entry.find('x');

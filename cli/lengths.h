@@ -8,8 +8,10 @@
 namespace cli {
 
 /// Reads "8192,256x224" (a document of 8192 tokens, then 224 of 256) into cu_seqlens: 0, then the
-/// end of every document. Throws std::invalid_argument that names the entry and what was expected.
-std::vector<std::int32_t> parse_lengths(std::string_view text);
+/// end of every document. Throws std::invalid_argument that names `option`, the entry and what was
+/// expected.
+std::vector<std::int32_t> parse_lengths(std::string_view text,
+                                        std::string_view option = "--lengths");
 
 struct MaskChoice {
   bool causal = false;

@@ -40,6 +40,8 @@ TEST(Lengths, SaysWhichEntryIsWrongAndWhatWasExpected) {
                            "3x2x1", "99999999999999999999"}) {
     EXPECT_EQ(refusal(text), "--lengths, entry 1 \"" + std::string(text) + "\"" + form);
   }
+  EXPECT_EQ(message_of([] { parse_lengths("a", "--k-lengths"); }),
+            "--k-lengths, entry 1 \"a\"" + form);
   EXPECT_EQ(refusal("1,2147483647"),
             "--lengths, entry 2 \"2147483647\": expected at most 2147483647 tokens in all");
   EXPECT_EQ(refusal("4611686018427387904x4"),

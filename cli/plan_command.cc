@@ -34,7 +34,14 @@ mxattn::ScheduleConfig config_of(const PlanOptions& options) {
   const MaskChoice mask = parse_mask(options.mask);
   mxattn::ScheduleConfig config;
   config.cu_seqlens_q = parse_lengths(options.lengths);
-  if (not options.k_lengths.empty()) config.cu_seqlens_k = parse_lengths(options.k_lengths);
+  if (not options.k_lengths.empty()) {
+    config.cu_seqlens_k = parse_lengths(options.k_lengths, "--k-lengths");
+    if (config.cu_seqlens_k.size() != config.cu_seqlens_q.size()) {
+      throw std::invalid_argument(
+          fmt::format("--k-lengths: {} documents: expected {}, as --lengths",
+                      config.cu_seqlens_k.size() - 1, config.cu_seqlens_q.size() - 1));
+    }
+  }
   config.heads_q = options.heads;
   config.heads_k = options.heads_k > 0 ? options.heads_k : options.heads;
   config.causal = mask.causal;
@@ -54,9 +61,9 @@ std::string headline(const PlanOptions& options, const mxattn::ScheduleConfig& c
                      const mxattn_schedule_info& info) {
   const std::string heads =
       config.heads_q == config.heads_k
-          ? fmt::format("{} heads", config.heads_q)
-          : fmt::format("{} query and {} key heads", config.heads_q, config.heads_k);
-  return fmt::format("{} {} of {} documents, {} tokens, {}: {} items of {} on {} workers",
+          ? fmt::format("heads {}", config.heads_q)
+          : fmt::format("heads {} for queries and {} for keys", config.heads_q, config.heads_k);
+  return fmt::format("{} {}, documents {}, tokens {}, {}: {} items of {} on {} workers",
                      options.mask, options.pass, config.cu_seqlens_q.size() - 1,
                      config.cu_seqlens_q.back(), heads, info.num_items, config.tile,
                      config.workers);
