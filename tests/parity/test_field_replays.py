@@ -2,7 +2,7 @@
 
 Sources, as OWNER/REPOSITORY: FA Dao-AILab/flash-attention, TE NVIDIA/TransformerEngine, CFE
 NVIDIA/cudnn-frontend, PT pytorch/pytorch, FI flashinfer-ai/flashinfer, HF huggingface/transformers,
-Sage thu-ml/SageAttention; #n is an issue, PR n a pull request. FP16 inputs of a report are BF16 here.
+Sage thu-ml/SageAttention; #n is an issue, PR n a pull request. FP16 of a report is BF16 here.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def test_e7_lse_is_head_major_and_gradients_are_not_zero():
 
 
 def test_e8_wide_heads_in_groups_on_real_activations(captures):
-    # TE #3216: d = 256, grouped heads, causal, real activations: dQ 5 times too large, cosine -0.11;
+    # TE #3216: d = 256, grouped heads, real activations: dQ 5 times too large, cosine -0.11;
     # Gaussian inputs hide it. Two captured heads side by side make a head of 256.
     for layer in captures:
         q, dout = (
@@ -412,7 +412,7 @@ def test_e17_packed_and_causal_is_causal():
     [
         # FA #2611: row 225304 of stride 9728 lies beyond 2^31. Row 200 does, with a larger stride.
         (16, 96, 9728 * 1104, 96),
-        # sglang #20389: 512 x 512 tokens of 32 heads of 256 are 2^31 elements; heads outermost here.
+        # sglang #20389: 512 x 512 tokens of 32 heads of 256 are 2^31 elements; here head by head.
         (2, 256, 256, 2**31),
     ],
 )
