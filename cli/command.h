@@ -17,6 +17,8 @@ inline constexpr int kBadInput = 2;  // usage or input
 using Action = std::function<int()>;
 
 /// Adds the sub-command to `app`; when the user chooses it, it leaves its work in `action`.
+void add_demo_command(CLI::App& app, Action& action);
+void add_run_command(CLI::App& app, Action& action);
 void add_info_command(CLI::App& app, Action& action);
 void add_plan_command(CLI::App& app, Action& action);
 

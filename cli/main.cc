@@ -9,6 +9,8 @@
 namespace {
 
 constexpr void (*kCommands[])(CLI::App&, cli::Action&) = {
+    cli::add_demo_command,
+    cli::add_run_command,
     cli::add_info_command,
     cli::add_plan_command,
 };
