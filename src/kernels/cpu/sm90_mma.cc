@@ -14,7 +14,9 @@ namespace HWY_NAMESPACE {
 
 constexpr int kStep = 32;          // products that one instruction adds
 constexpr int kFractionBits = 13;  // that alignment and result keep
-constexpr int kRows = 4;           // of C that a pass over B serves
+constexpr std::uint32_t kKeptBits = ~0u << (23 - kFractionBits);
+constexpr std::uint32_t kNanBits = 0x7FFFFFFF;
+constexpr int kRows = 4;  // of C that a pass over B serves
 // Stands for the exponent of a zero; sums of two stay within int8 and below any true exponent.
 constexpr int kZeroExponent = -64;
 constexpr int kMinExponent = 1 - E4M3::kBias;
@@ -31,7 +33,7 @@ HWY_INLINE void store_exponents(Floats x, std::int8_t* to) {
   hn::StoreU(hn::DemoteTo(d8, hn::IfThenElse(zero, hn::Set(di, kZeroExponent), e)), d8, to);
 }
 
-// One step of k for one vector of columns and kRows rows; even and odd are the pairs of B.
+// What a pass over kRows rows of A reads besides B itself.
 struct Operands {
   HWY_ALIGN float a[kRows][kGemmMaxDepth];
   HWY_ALIGN std::int8_t a_exponent[kRows][kGemmMaxDepth];
@@ -127,8 +129,9 @@ HWY_INLINE void step(const TileProduct& p, const Operands& x, int row, int rows,
     const Floats unscale = hn::BitCast(d, hn::ShiftLeft<23>(biased));
     const auto no_products = hn::RebindMask(d, hn::Lt(largest[r], hn::Set(di, 2 * kMinExponent)));
     Floats result = hn::IfThenElse(no_products, acc[r], hn::Mul(sum[r], unscale));
-    const Floats nan = hn::BitCast(d, hn::Set(du, 0x7FFFFFFFu));
-    result = SimdOps::and_bits(result, 0xFFFFFC00u);
+    // The sum with +0 turns -0, which the hardware never gives, into +0.
+    result = hn::Add(SimdOps::and_bits(result, kKeptBits), hn::Zero(d));
+    const Floats nan = hn::BitCast(d, hn::Set(du, kNanBits));
     result = hn::IfThenElse(hn::IsNaN(sum[r]), nan, result);
     hn::StoreU(result, d, p.c + (row + r) * p.ldc + column);
   }
