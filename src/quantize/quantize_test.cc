@@ -238,7 +238,10 @@ TEST(Exponents, BitEqualWorkedExamples) {
   EXPECT_EQ(stages::norm_exponent(0.5f, 0), 0);
   EXPECT_EQ(stages::norm_exponent(0.0f, 50), -96);
   EXPECT_EQ(stages::norm_exponent(0x1p60f, 120), 126);
-  EXPECT_EQ(stages::norm_exponent(1.0f, 127), 127);
+  EXPECT_EQ(stages::norm_exponent(1.0f, 127), 126);
+  EXPECT_EQ(stages::norm_exponent(0.25f, 127), 126);
+  EXPECT_EQ(stages::norm_exponent(kNan, 0), 127);
+  EXPECT_EQ(stages::norm_exponent(kInfinity, 0), 127);
 }
 
 TEST(Quantize, BitEqualMisuseIsRefused) {

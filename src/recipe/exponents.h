@@ -29,8 +29,9 @@ MXATTN_HOST_DEVICE constexpr int running_exponent(int maximum) {
 }
 
 /// Least n with sqrt(sum_of_squares) 2^exponent <= 2^n, by the bits of the sum (normal or 0).
+/// `exponent` is a number here, 127 too; NaN of the sum gives 127.
 MXATTN_HOST_DEVICE constexpr int norm_exponent(float sum_of_squares, int exponent) {
-  if (not(sum_of_squares < kInfinity) or exponent == kNanExponent) return kNanExponent;
+  if (not(sum_of_squares < kInfinity)) return kNanExponent;
   if (sum_of_squares == 0) return kNormExponentMin;
   const std::uint32_t bits = bits_of(sum_of_squares);
   const int floor_log2 = static_cast<int>(bits >> 23) - 127;

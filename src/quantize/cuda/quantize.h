@@ -48,4 +48,30 @@ struct GradientArgs {
 
 void prepare_gradient(const Recipe& recipe, const GradientArgs& args, cudaStream_t stream);
 
+/// Scales of the dK/dV pass that are in force at a query tile (stages::ChunkScales), and whether it
+/// holds any gradient. Tables of them are indexed by (head, slot / 16) of the tile's first slot:
+/// documents start at multiples of 16 slots, so no two tiles share an entry.
+struct TileScales {
+  std::int32_t a, b, c;  // kNanScale: NaN
+  std::int32_t live;
+};
+inline constexpr std::int32_t kNanScale = 0x3FFFFFFF;
+inline constexpr std::int32_t kNoScale = -400;  // the maximum of no token
+
+/// Makes the table from what quantize() and prepare_gradient() left; (heads_q, q_slots) each.
+struct ScalesArgs {
+  const std::int8_t* q_exponents = nullptr;
+  const std::int8_t* g_exponents = nullptr;
+  const std::int8_t* g_norms = nullptr;
+  const std::int8_t* output_norms = nullptr;
+  const std::uint8_t* live = nullptr;
+  const std::int32_t* cu_seqlens = nullptr;
+  int num_documents = 0;
+  int heads = 0;
+  std::int64_t slots = 0;
+  TileScales* scales = nullptr;  // (heads_q, q_slots / 16)
+};
+
+void make_tile_scales(const ScalesArgs& args, cudaStream_t stream);
+
 }  // namespace mxattn::cuda
