@@ -285,6 +285,21 @@ TEST(Simulate, ChosenOrderIsNeverWorseThanInput) {
   }
 }
 
+// Longest first is no optimum: after a hundred items of 6, costs 3 2 3 2 0 2 dealt out in turn give
+// two workers 6 each, while 3 3 2 2 2 0 gives one of them 7.
+TEST(Simulate, InputOrderIsTheLimitEvenWithinOnePercent) {
+  Lengths keys(100, 768);
+  for (const int tiles : {3, 2, 3, 2, 0, 2}) keys.push_back(tiles * 128);
+  const Choice choice =
+      choose_order(pack_of(Lengths(keys.size(), 128), keys), Mask{.causal = true}, PlanSpec{}, 2);
+  EXPECT_EQ(choice.orders[0].makespan, 306u);
+  EXPECT_EQ(choice.orders[4].order, Order::kSortedDynamic);
+  EXPECT_EQ(choice.orders[4].makespan, 307u);
+  EXPECT_EQ(choice.orders[static_cast<std::size_t>(choice.chosen)].makespan, 306u);
+  EXPECT_NE(choice.reason.find("but no dynamic order comes as close"), std::string::npos)
+      << choice.reason;
+}
+
 TEST(Simulate, ReasonsSayWhy) {
   const auto reason = [](const Lengths& lengths, bool causal) {
     return choose_order(pack_of(lengths), Mask{.causal = causal}, forward_spec(), 132).reason;
@@ -292,6 +307,10 @@ TEST(Simulate, ReasonsSayWhy) {
   EXPECT_EQ(reason(skewed(8192, 224, 256), true),
             "sorted-dynamic ends at 1.004 of the lower bound, the input order at 1.190; causal "
             "work is uneven, so workers take items as they become free");
+  EXPECT_EQ(
+      reason({8192, 256, 256, 256, 256}, false),
+      "sorted-dynamic ends at 1.000 of the lower bound, the input order at 1.000; the longest "
+      "document is 4 times the mean or more, so workers take items as they become free");
   EXPECT_EQ(reason(Lengths(33, 1024), false),
             "input ends at 1.000 of the lower bound; work is even, so the plainest such order is "
             "taken");
