@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "quantize/quantize.h"
-#include "quantize/test_support.h"
+#include "support/operands.h"
 
 namespace mxattn::quantize_test {
 namespace {

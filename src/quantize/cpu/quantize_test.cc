@@ -1,14 +1,12 @@
-// Codes, exponents and norms against the scalar definition of test_support.h, on every SIMD target
-// that this machine runs.
+// Codes, exponents and norms against the scalar definition of support/operands.h, on every SIMD
+// target that this machine runs.
 #include "quantize/quantize.h"
 
 #include <gtest/gtest.h>
-#include <hwy/targets.h>
 
 #include "base/error.h"
-#include "quantize/cpu/rows.h"
-#include "quantize/test_support.h"
 #include "recipe/exponents.h"
+#include "support/operands.h"
 
 namespace mxattn::quantize_test {
 namespace {
@@ -23,17 +21,6 @@ void expect_definition(const Case& c, const TensorView<const std::uint16_t>& x) 
   ASSERT_EQ(got.scale, expected.scale);
   ASSERT_EQ(got.norms, expected.norms);
   ASSERT_EQ(got.codes, expected.codes);
-}
-
-/// Runs `body` once for each SIMD target.
-template <class Body>
-void on_every_target(const Body& body) {
-  for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
-    hwy::SetSupportedTargetsForTest(target);
-    SCOPED_TRACE(rows::simd_target());
-    body();
-  }
-  hwy::SetSupportedTargetsForTest(0);
 }
 
 TEST(Quantize, CodeEqualDefinitionOverRandomPacks) {

@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "quantize/quantize.h"
-#include "quantize/test_support.h"
 #include "recipe/exponents.h"
+#include "support/operands.h"
 
 namespace mxattn::quantize_test {
 namespace {
@@ -123,6 +123,15 @@ TEST(Gradient, BitEqualDefinitionOverRandomPacks) {
     expect_same(library(in, 3), got);
   }
   EXPECT_GT(num_keyless, 500);
+}
+
+TEST(Gradient, BitEqualOnEverySimdTarget) {
+  Random random(25);
+  for (const int dim : {6, 64, 128}) {
+    const GradientInput in(random, pack_of({30, 50}), {.causal = true}, 2, dim);
+    const Gradient expected = definition(in);
+    on_every_target([&] { expect_same(library(in), expected); });
+  }
 }
 
 TEST(Gradient, BitEqualAtEveryMagnitude) {
@@ -262,12 +271,15 @@ TEST(Rotation, BitEqualScalarButterflies) {
     std::vector<float> x(static_cast<std::size_t>(dim) * 5);
     for (float& value : x) value = std::ldexp(normal(random), draw(random, -20, 20));
     std::vector<float> got = x;
-    rotate_rows(got.data(), 5, dim, dim, 2);
-    for (int r = 0; r < 5; ++r) {
-      std::vector<float> row(x.begin() + r * dim, x.begin() + (r + 1) * dim);
-      rotate(row);
-      for (int c = 0; c < dim; ++c) ASSERT_EQ(bits_of(got[r * dim + c]), bits_of(row[c]));
-    }
+    on_every_target([&] {
+      got = x;
+      rotate_rows(got.data(), 5, dim, dim, 2);
+      for (int r = 0; r < 5; ++r) {
+        std::vector<float> row(x.begin() + r * dim, x.begin() + (r + 1) * dim);
+        rotate(row);
+        for (int c = 0; c < dim; ++c) ASSERT_EQ(bits_of(got[r * dim + c]), bits_of(row[c]));
+      }
+    });
   }
 }
 

@@ -1,8 +1,12 @@
-// For the tests of this room: what quantisation means, restated in plain scalar code, and inputs.
+// What quantisation means, restated in plain scalar code, and inputs for it: for the tests of
+// quantize/.
 //
 // Nothing here uses the library's codecs or exponent rules: codes are found by searching the values
 // of E4M3, exponents by comparing in double, where powers of two and sums of two are exact.
 #pragma once
+
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +18,7 @@
 #include <vector>
 
 #include "pack/pack.h"
+#include "quantize/cpu/rows.h"
 #include "quantize/quantize.h"
 #include "recipe/registry.h"
 
@@ -277,6 +282,19 @@ inline Buffers definition(const Case& c, const TensorView<const std::uint16_t>& 
     }
   }
   return result;
+}
+
+// ---- SIMD targets -----------------------------------------------------------------------------
+
+/// Runs `body` once for each SIMD target.
+template <class Body>
+void on_every_target(const Body& body) {
+  for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+    hwy::SetSupportedTargetsForTest(target);
+    SCOPED_TRACE(rows::simd_target());
+    body();
+  }
+  hwy::SetSupportedTargetsForTest(0);
 }
 
 // ---- inputs -----------------------------------------------------------------------------------
