@@ -46,7 +46,7 @@ inline constexpr int kDsHeadroom = 8;        // E4M3 reaches 2^8 and a bit
 inline constexpr int kDsSlack = 2;           // bits by which the scale of dS undercuts its bound
 inline constexpr int kChunkSpread = 6;       // beyond it c and r are taken per query tile
 inline constexpr float kFp16Max = 65504.0f;  // D' is clamped to it
-inline constexpr int kDqDeltaExponent = 100;  // D'' is clamped to +-2^100
+inline constexpr int kDqDeltaExponent = 126;  // D'' is clamped to +-2^126
 
 inline constexpr int kBlockTokens = 32;   // mxfp8: tokens that share an exponent
 inline constexpr int kKeyTile = 128;      // keys of a tile, counted from the document's start
@@ -171,7 +171,7 @@ MXATTN_HOST_DEVICE constexpr Exponent dq_addend(std::int32_t mu, Exponent eg, Ex
   return Exponent(-mu) + eg + ev + ek - r;
 }
 
-/// D'' = D 2^-(eG + EV), clamped to +-2^100, NaN kept.
+/// D'' = D 2^-(eG + EV), clamped to +-2^126, NaN kept: a zero V token (EV = -96) reaches 2^110.
 MXATTN_HOST_DEVICE inline float dq_delta(float d, Exponent eg, Exponent ev) {
   const float x = mul_rn(d, factor(-(eg + ev)));
   const float limit = pow2(kDqDeltaExponent);
