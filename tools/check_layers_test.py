@@ -43,6 +43,7 @@ SOUND = {
     "src/kernels/cpu/exact.cc": '#include "exact.h"\nint x = snprintf(b, 9, "exit(1) 448");\n',
     "src/kernels/cpu/exact_test.cc": '#include <gtest/gtest.h>\n#include "kernels/cpu/exact.h"\n'
     '#include "support/random.h"\nvoid f() { printf("448"); }\nint n = 448;\n',
+    "src/kernels/cpu/simd-inl.h": "using namespace mxattn::stages;\n",
     "src/kernels/cpu/matrix_x86.cc": "#include <immintrin.h>\nvoid f() { _tile_zero(0); }\n",
     "src/kernels/sm90/launch.cu": '#include "kernels/kernel.h"\n#include "tile/ring.h"\n',
     "src/api/CMakeLists.txt": "mxattn_room(NAME api DEPENDS kernels_cpu)\n",
