@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "base/numeric.h"
+#include "recipe/stages.h"
 
 namespace mxattn::kernels::cpu {
 

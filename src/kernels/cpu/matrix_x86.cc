@@ -9,6 +9,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
 
 namespace mxattn::kernels::cpu {
@@ -89,19 +92,24 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// Tiles for one or two blocks of rows; a block without rows leaves its tiles out.
-MXATTN_AMX_BF16 void configure_tiles(int rows_first, int rows_second) {
+// For one or two blocks of `rows` rows in all; a block without rows leaves its tiles out.
+constexpr TileConfig tiles_for(int rows) {
   TileConfig config;
-  const int rows[8] = {rows_first, rows_first,  rows_second, rows_second,
-                       rows_first, rows_second, kTileRows,   kTileRows};
+  const int first = rows < kTileRows ? rows : kTileRows, second = rows - first;
+  const int counts[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
   for (int t = 0; t < 8; ++t) {
-    config.rows[t] = static_cast<std::uint8_t>(rows[t]);
-    config.row_bytes[t] = rows[t] > 0 ? kTileBytes : 0;
+    config.rows[t] = static_cast<std::uint8_t>(counts[t]);
+    config.row_bytes[t] = counts[t] > 0 ? kTileBytes : 0;
   }
-  // NOTE: GCC's tile intrinsics do not tell the compiler that they read and write memory.
-  __asm__ volatile("" : : "r"(&config) : "memory");
-  _tile_loadconfig(&config);
+  return config;
 }
+
+// NOTE: constants in memory, since GCC's intrinsic does not say that it reads 64 bytes.
+constexpr auto kTileConfigs = [] {
+  std::array<TileConfig, 2 * kTileRows + 1> configs;
+  for (int rows = 1; rows <= 2 * kTileRows; ++rows) configs[rows] = tiles_for(rows);
+  return configs;
+}();
 
 template <bool kTwoRows, bool kTwoColumns>
 MXATTN_AMX_BF16 inline void multiply_tiles(const TileProduct& p, int row, int column) {
@@ -148,21 +156,22 @@ MXATTN_AMX_BF16 inline void multiply_row_block(const TileProduct& p, int row) {
 }
 
 MXATTN_AMX_BF16 void multiply_amx(const TileProduct& p) {
-  __asm__ volatile("" : : : "memory");
-  int row = 0;
-  if (p.m >= 2 * kTileRows) configure_tiles(kTileRows, kTileRows);
-  for (; row + 2 * kTileRows <= p.m; row += 2 * kTileRows) multiply_row_block<true>(p, row);
-  const int rest = p.m - row;
-  if (rest > kTileRows) {
-    configure_tiles(kTileRows, rest - kTileRows);
-    multiply_row_block<true>(p, row);
-  } else if (rest > 0) {
-    configure_tiles(rest, 0);
-    multiply_row_block<false>(p, row);
+  // NOTE: nor do the tile intrinsics say that they read and write memory. The fences keep the
+  // compiler from moving accesses of a caller that inlines this function.
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  for (int row = 0, configured = 0; row < p.m; row += 2 * kTileRows) {
+    const int rows = std::min(p.m - row, 2 * kTileRows);
+    if (rows != configured) _tile_loadconfig(&kTileConfigs[rows]);
+    configured = rows;
+    if (rows > kTileRows) {
+      multiply_row_block<true>(p, row);
+    } else {
+      multiply_row_block<false>(p, row);
+    }
   }
   // Tile state lives for one call: other code on this thread may use the tiles as it likes.
   _tile_release();
-  __asm__ volatile("" : : : "memory");
+  std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
 // The CPU has the instructions, and Linux grants this process the state of the tiles.

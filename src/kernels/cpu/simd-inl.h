@@ -148,17 +148,19 @@ HWY_INLINE void store_bf16(Floats x, std::uint16_t* to) { hn::StoreU(bf16_bits(x
 
 /// BF16 bits of float_lanes() E4M3 codes; exact, NaN codes become NaN.
 HWY_INLINE hn::Vec<Bf16Tag> load_e4m3(const std::uint8_t* codes) {
-  // Seven bits of a code, moved up by 7, are the FP16 pattern of the value times 2^-8, subnormals
-  // included; the conversion to FP32 does the rest.
+  // The lower seven bits of a code, moved to the mantissa and exponent of FP16, are its value up to
+  // the difference of the biases, subnormals included.
+  constexpr int kMove = Fp16::kMantissaBits - E4M3::kMantissaBits;
+  constexpr float kRestore = 1 << (Fp16::kBias - E4M3::kBias);
   const FloatTag d;
   const Bf16Tag d16;
   const hn::Rebind<std::uint8_t, FloatTag> d8;
   const hn::Rebind<hwy::float16_t, FloatTag> d_half;
   const auto code = hn::PromoteTo(d16, hn::LoadU(d8, codes));
   const auto magnitude = hn::And(code, hn::Set(d16, std::uint16_t{E4M3::kMagnitudeMask}));
-  const auto sign = hn::ShiftLeft<8>(hn::AndNot(hn::Set(d16, std::uint16_t{0x7F}), code));
-  const auto half = hn::ShiftLeft<7>(magnitude);
-  const Floats value = hn::Mul(hn::PromoteTo(d, hn::BitCast(d_half, half)), hn::Set(d, 256.0f));
+  const auto sign = hn::ShiftLeft<8>(hn::Xor(code, magnitude));
+  const auto half = hn::ShiftLeft<kMove>(magnitude);
+  const Floats value = hn::Mul(hn::PromoteTo(d, hn::BitCast(d_half, half)), hn::Set(d, kRestore));
   const auto nan =
       hn::VecFromMask(d16, hn::Eq(magnitude, hn::Set(d16, std::uint16_t{E4M3::kMagnitudeMask})));
   return hn::Or(hn::Or(bf16_bits(value), sign), hn::And(nan, hn::Set(d16, std::uint16_t{0x7FC0})));
