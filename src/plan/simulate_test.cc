@@ -309,7 +309,7 @@ TEST(Simulate, ReasonsSayWhy) {
             "work is uneven, so workers take items as they become free");
   EXPECT_EQ(
       reason({8192, 256, 256, 256, 256}, false),
-      "sorted-dynamic ends at 1.000 of the lower bound, the input order at 1.000; the longest "
+      "sorted-dynamic ends at 1.027 of the lower bound, the input order at 1.284; the longest "
       "document is 4 times the mean or more, so workers take items as they become free");
   EXPECT_EQ(reason(Lengths(33, 1024), false),
             "input ends at 1.000 of the lower bound; work is even, so the plainest such order is "
