@@ -44,7 +44,8 @@ SOUND = {
     "src/kernels/cpu/exact_test.cc": '#include <gtest/gtest.h>\n#include "kernels/cpu/exact.h"\n'
     '#include "support/random.h"\nvoid f() { printf("448"); }\nint n = 448;\n',
     "src/kernels/cpu/simd-inl.h": "using namespace mxattn::stages;\n",
-    "src/kernels/cpu/matrix_x86.cc": "#include <immintrin.h>\nvoid f() { _tile_zero(0); }\n",
+    "src/kernels/cpu/matrix_x86.cc": "#include <immintrin.h>\nvoid f() { _tile_zero(0); }\n"
+    'void g() { __asm__ volatile("" : : : "memory"); }\n',
     "src/kernels/sm90/launch.cu": '#include "kernels/kernel.h"\n#include "tile/ring.h"\n',
     "src/api/CMakeLists.txt": "mxattn_room(NAME api DEPENDS kernels_cpu)\n",
     "src/api/api.cc": '#include "mxattn/mxattn.h"\n#include "kernels/cpu/exact.h"\n',
@@ -72,6 +73,7 @@ PLANTS = [
     ("missing file", "src/pack/pack.h", '#include "pack/gone.h"', "include"),
     ("asm", "src/tile/ring.h", 'void g() { asm volatile("nop;"); }', "asm"),
     ("asm keyword", "src/kernels/cpu/exact.cc", 'void g() { __asm__("nop"); }', "asm"),
+    ("asm beside intrinsics", "src/kernels/cpu/matrix_x86.cc", 'void h() { asm("nop"); }', "asm"),
     ("intrinsics header", "src/kernels/cpu/exact.cc", "#include <immintrin.h>", "intrinsics"),
     ("arm header", "src/kernels/cpu/exact.cc", "#include <arm_neon.h>", "intrinsics"),
     ("intrinsic", "src/quantize/cpu/quantize.cc", "auto v = _mm512_setzero_ps();", "intrinsics"),
