@@ -35,7 +35,7 @@ struct CaseSpec {
   Mask mask = {.causal = true};
   int spare = 0;            // rows behind the last document, of queries and of keys
   float softmax_scale = 0;  // 0: 1 / sqrt(dim)
-  bool rotate = true;       // where recipe and dim allow it
+  bool rotate = true;       // where the recipe does
   bool sm90_accumulator = false;
 };
 
@@ -106,7 +106,7 @@ class AttentionCase {
     return at(token, head, spec_.heads_k);
   }
 
-  /// The problem for kernels; quantised recipes rotate where dimension and spec allow it.
+  /// The problem for kernels.
   kernels::Problem problem(int threads = 1) const {
     return {.recipe = spec_.recipe,
             .pack = &pack_,
@@ -115,8 +115,7 @@ class AttentionCase {
             .heads_k = spec_.heads_k,
             .dim = spec_.dim,
             .softmax_scale = spec_.softmax_scale,
-            .rotate = spec_.rotate and spec_.recipe.quantised() and
-                      spec_.recipe.scale_group != ScaleGroup::kTensor,
+            .rotate = spec_.rotate and spec_.recipe.rotates(spec_.dim),
             .threads = threads,
             .sm90_accumulator = spec_.sm90_accumulator};
   }

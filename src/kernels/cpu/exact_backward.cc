@@ -127,7 +127,7 @@ struct Pass {
 
   /// Plain gradient: p normalised, dP restored, D as it is.
   Terms plain_terms(const QueryRow& query, Exponent ek, Exponent ev) const {
-    return {scale.factor(query.eq, ek), -query.log_sum,
+    return {scale.factor(query.eq, ek), query.addend,
             stages::factor(query.eg + ev) * g.scale() * v.scale(), query.delta};
   }
   DsRounding ds_rounding(int row_step, double ds_tensor_scale) const {

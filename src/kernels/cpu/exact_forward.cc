@@ -125,7 +125,9 @@ class ForwardItem {
     multiply_add(s_.partial.data(), s_.weight, s_.v.data(), dim, range, {0, dim});
     const double to_out = stages::factor(c - p_scale_.shift) / p_scale_.multiplier * v_.scale();
     double* out = &s_.out[static_cast<std::size_t>(i * dim)];
-    for (int n = 0; n < dim; ++n) out[n] = Fp64Ops::fma(out[n], alpha, s_.partial[n] * to_out);
+    for (int n = 0; n < dim; ++n) {
+      out[n] = stages::update_output<Fp64Ops>(out[n], alpha, s_.partial[n], to_out);
+    }
   }
 
   // c: the largest exponent of V that the row sees in the tile (for running exponents the last);

@@ -125,7 +125,7 @@ QueryRow Gradient::query(const Document& document, int head, int query) const {
     row.delta = divided_delta_[static_cast<std::size_t>(slot)];
   } else {
     const double m = float_of(static_cast<std::uint32_t>(reference));
-    row.log_sum = m + std::log2(row_sum);
+    row.addend = stages::plain_addend<Fp64Ops>(m, row_sum);
     row.weight_bound = weight_bound(row_sum);
     row.delta = delta_[static_cast<std::size_t>(at)];
   }

@@ -13,7 +13,7 @@ namespace mxattn::kernels::exact {
 /// A query row in the backward.
 struct QueryRow {
   std::int32_t mu = 0;    // GradientOperand::kDividedByL
-  double log_sum = 0;     // kPlain: m + log2 l
+  double addend = 0;      // kPlain: -(m + log2 l)
   Exponent weight_bound;  // kPlain: least integer w with p <= 2^w
   Exponent eq, eg;
   Exponent ng, no;   // kDividedByL: norms of g and O

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "formats/bf16.h"
+#include "formats/fp16.h"
 #include "formats/fp8.h"
 #include "recipe/recipe.h"
 #include "recipe/stages.h"
@@ -25,6 +26,8 @@ struct Fp64Ops {
   static F sub_from_product(F a, F b, F c) { return a * b - c; }
   static F exp2(F x) { return std::exp2(x); }
   static F log2(F x) { return std::log2(x); }
+  static F flush(F x) { return x; }
+  static F round_fp16(F x) { return mxattn::round_fp16(x); }
 };
 
 /// x rounded once to the element, nearest even; kNone keeps it.
