@@ -87,7 +87,7 @@ typedef struct mxattn_problem_config {
   int32_t device_index;
   int64_t total_q;       /* rows of q and out: capacity, the last document may end before it */
   int64_t total_k;       /* rows of k and v */
-  int32_t num_documents; /* entries of cu_seqlens less 1 */
+  int32_t num_documents; /* at least 1: entries of cu_seqlens less 1 */
   int32_t heads_q;       /* a multiple of heads_k */
   int32_t heads_k;
   int32_t head_dim; /* 1 to 256 */

@@ -75,6 +75,17 @@ class Checker {
     kernel.pack = &pack_;
     return kernel;
   }
+
+  /// Views of tensors that the caller may have left out, in the shape that they must have.
+  TensorView<const Bf16Bits> query_view(const mxattn_tensor& tensor) const {
+    if (tensor.data != nullptr) return view_of<const Bf16Bits>(tensor);
+    return {nullptr, problem_.total_q, problem_.kernel.heads_q, problem_.kernel.dim, 0, 0};
+  }
+  TensorView<const Bf16Bits> key_view(const mxattn_tensor& tensor) const {
+    if (tensor.data != nullptr) return view_of<const Bf16Bits>(tensor);
+    return {nullptr, problem_.total_k, problem_.kernel.heads_k, problem_.kernel.dim, 0, 0};
+  }
+
   State bind() const {
     return bind_state(problem_.kernel, problem_.state, call_.state, pack_.q_slots, pack_.k_slots);
   }
@@ -85,12 +96,6 @@ class Checker {
   Regions regions_;
   Pack pack_;
 };
-
-/// A view of a tensor that the caller may leave out.
-TensorView<const Bf16Bits> optional_view(const mxattn_tensor& tensor) {
-  if (tensor.data == nullptr) return {};
-  return view_of<const Bf16Bits>(tensor);
-}
 
 const char* operand_name(int operand) {
   return operand == MXATTN_Q ? "q" : operand == MXATTN_K ? "k" : "v";
@@ -152,9 +157,9 @@ void forward(const Problem& problem, const mxattn_forward_args& args) {
   check.state(Access::kRead, args.quantized, false);
 
   const kernels::Problem kernel = check.begin();
-  const kernels::ForwardArgs run{.q = optional_view(args.q),
-                                 .k = optional_view(args.k),
-                                 .v = optional_view(args.v),
+  const kernels::ForwardArgs run{.q = check.query_view(args.q),
+                                 .k = check.key_view(args.k),
+                                 .v = check.key_view(args.v),
                                  .state = check.bind(),
                                  .out = view_of<Bf16Bits>(args.out),
                                  .lse = static_cast<float*>(args.lse.data)};
@@ -183,9 +188,9 @@ void backward(const Problem& problem, const mxattn_backward_args& args) {
   check.state(Access::kRead, MXATTN_Q | MXATTN_K | MXATTN_V, true);
 
   const kernels::Problem kernel = check.begin();
-  problem.run().backward(kernel, {.q = optional_view(args.q),
-                                  .k = optional_view(args.k),
-                                  .v = optional_view(args.v),
+  problem.run().backward(kernel, {.q = check.query_view(args.q),
+                                  .k = check.key_view(args.k),
+                                  .v = check.key_view(args.v),
                                   .out = view_of<const Bf16Bits>(args.out),
                                   .dout = view_of<const Bf16Bits>(args.dout),
                                   .lse = static_cast<const float*>(args.lse.data),

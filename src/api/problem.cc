@@ -19,7 +19,7 @@ constexpr double kMaxElements = 0x1p56;
 void check_sizes(const mxattn_problem_config& config) {
   require(config.total_q >= 0, "total_q", config.total_q, "at least 0");
   require(config.total_k >= 0, "total_k", config.total_k, "at least 0");
-  require(config.num_documents >= 0, "num_documents", config.num_documents, "at least 0");
+  require(config.num_documents >= 1, "num_documents", config.num_documents, "at least 1");
   require(config.num_documents < std::numeric_limits<std::int32_t>::max(), "num_documents",
           config.num_documents, "less than 2^31 - 1");
   require(config.heads_q >= 1, "heads_q", config.heads_q, "at least 1");

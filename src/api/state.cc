@@ -48,7 +48,7 @@ void append_operand(std::vector<StateBuffer>& layout, const OperandNames& names,
          bind_operand<Member, &Operand::codes>);
   append(layout, names.exponents, operand, MXATTN_I8, {heads, slots},
          bind_operand<Member, &Operand::exponents>);
-  if (operand == MXATTN_V and recipe.ds_scale == DsScale::kNorm) {
+  if (operand == MXATTN_V and recipe.gradient == GradientOperand::kDividedByL) {
     append(layout, names.norms, operand, MXATTN_I8, {heads, slots},
            bind_operand<Member, &Operand::norms>);
   }
