@@ -23,6 +23,17 @@ __device__ __forceinline__ void copy_tensor_3d(std::uint32_t shared, const CUten
       : "memory");
 }
 
+/// Copies `bytes` (a multiple of 16, both addresses aligned to 16) to shared memory; completes on
+/// `barrier` by bytes. PTX ISA 9.7.9.25.4.1 cp.async.bulk.
+__device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* global,
+                                          std::uint32_t bytes, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 /// Stores four 8x8 matrices of 16-bit elements; lanes 8m..8m+7 give the row addresses of matrix m.
 /// PTX ISA 9.7.14.5.16 stmatrix.
 __device__ __forceinline__ void store_matrix_x4(std::uint32_t shared, std::uint32_t m0,

@@ -32,6 +32,31 @@ __device__ __forceinline__ std::uint32_t to_e4m3x4(float a, float b, float c, fl
   return codes;
 }
 
+/// Two E4M3 codes, the low byte first, to floats. PTX ISA 9.7.9.21 cvt.
+__device__ __forceinline__ void from_e4m3x2(std::uint16_t codes, float& low, float& high) {
+  asm("{\n.reg .b32 pair;\n.reg .b16 a, b;\n"
+      "cvt.rn.f16x2.e4m3x2 pair, %2;\n"
+      "mov.b32 {a, b}, pair;\n"
+      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}\n"
+      : "=f"(low), "=f"(high)
+      : "h"(codes));
+}
+
+/// Bytes of {b, a} picked by the four low nibbles of `selector`. PTX ISA 9.7.9.7 prmt.
+__device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b,
+                                                       std::uint32_t selector) {
+  std::uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
+/// To FP16, nearest even, and back. PTX ISA 9.7.9.21 cvt.
+__device__ __forceinline__ float round_fp16(float x) {
+  float y;
+  asm("{\n.reg .b16 half;\ncvt.rn.f16.f32 half, %1;\ncvt.f32.f16 %0, half;\n}\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// Two floats to BF16, nearest even; `low` lies in the low half. PTX ISA 9.7.9.21 cvt.
 __device__ __forceinline__ std::uint32_t to_bf16x2(float low, float high) {
   std::uint32_t pair;

@@ -1,0 +1,136 @@
+// What the kernels do with a finished 64 x 128 accumulator: rotate it back and write it as BF16.
+#pragma once
+
+#include <cstdint>
+
+#include "base/numeric.h"
+#include "base/view.h"
+#include "kernels/sm90/device_ops.h"
+#include "ptx/barrier.h"
+#include "ptx/copy.h"
+#include "ptx/math.h"
+#include "recipe/stages.h"
+#include "tile/fragment.h"
+
+namespace mxattn::kernels::sm90 {
+
+inline constexpr float kRotationNorm128 = 0.08838834764831845f;  // 1 / sqrt(128)
+
+/// x H without its norm: Walsh-Hadamard butterflies over the 128 columns of each row, strides 1, 2,
+/// 4, ..., 64, the order of the quantiser. Columns 0, 1 of an 8-column block lie in a thread, bits 1
+/// and 2 of the column are the lane of the quad, the rest is the register.
+__device__ __forceinline__ void rotate_rows(float (&x)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    const float low = x[i], high = x[i + 1];
+    x[i] = add_rn(low, high);
+    x[i + 1] = add_rn(low, -high);
+  }
+#pragma unroll
+  for (int lane_bit = 1; lane_bit <= 2; lane_bit *= 2) {
+    const bool upper = (threadIdx.x & lane_bit) != 0;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, x[i], lane_bit);
+      x[i] = add_rn(upper ? -x[i] : x[i], other);
+    }
+  }
+#pragma unroll
+  for (int stride = 4; stride < 64; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      if ((i & stride) == 0) {
+        const float low = x[i], high = x[i + stride];
+        x[i] = add_rn(low, high);
+        x[i + stride] = add_rn(low, -high);
+      }
+    }
+  }
+}
+
+/// The end of dQ and dK: times softmax_scale, rotated back.
+__device__ __forceinline__ void finish_rotated(float (&x)[64], float softmax_scale, bool rotate) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i] = mul_rn(x[i], softmax_scale);
+  if (not rotate) return;
+  rotate_rows(x);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i] = mul_rn(x[i], kRotationNorm128);
+}
+
+/// Writes the rows of a warp's accumulator: rows [first, first + 16) of the tokens from `token`,
+/// those below `end` only. `staging` is 16 x kDim elements of shared memory of this warp; 16 lanes
+/// write a row in 16-byte pieces where the tensor allows it.
+template <int kDim>
+__device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std::uint16_t* staging,
+                                                const TensorView<std::uint16_t>& out, int head,
+                                                std::int64_t token, int first, int end) {
+  constexpr int kRowBytes = 2 * kDim;
+  constexpr int kPieces = kRowBytes / 16;
+  const int lane = threadIdx.x % 32;
+  const std::uint32_t base = ptx::shared_address(staging);
+  const auto offset_of = [](int row, int piece) {
+    return static_cast<std::uint32_t>(row * kRowBytes + ((piece ^ (row & 7)) << 4));
+  };
+#pragma unroll
+  for (int b = 0; b < kDim / 8; b += 2) {
+    const int row = lane % 8 + 8 * ((lane / 8) & 1);
+    ptx::store_matrix_x4(base + offset_of(row, b + lane / 16),
+                         ptx::to_bf16x2(x[4 * b], x[4 * b + 1]),
+                         ptx::to_bf16x2(x[4 * b + 2], x[4 * b + 3]),
+                         ptx::to_bf16x2(x[4 * b + 4], x[4 * b + 5]),
+                         ptx::to_bf16x2(x[4 * b + 6], x[4 * b + 7]));
+  }
+  __syncwarp();
+  const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and
+                       out.token_stride % 8 == 0 and out.head_stride % 8 == 0;
+#pragma unroll 1
+  for (int i = lane; i < 16 * kPieces; i += 32) {
+    const int row = i / kPieces;
+    const int piece = i % kPieces;
+    if (first + row >= end) continue;
+    const char* from = reinterpret_cast<const char*>(staging) + offset_of(row, piece);
+    std::uint16_t* to = out.row(token + first + row, head) + 8 * piece;
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int e = 0; e < 8; ++e) to[e] = reinterpret_cast<const std::uint16_t*>(from)[e];
+    }
+  }
+  __syncwarp();
+}
+
+/// Adds 2^e times a partial accumulator to its FP32 sum in global memory, which only this thread
+/// touches: register i at sums[i / 4][thread] (float4 pieces, so that a warp's accesses coalesce).
+/// `started` is false at the first promotion of an item: the sum is then written, not read.
+template <int kRegisters>
+__device__ __forceinline__ void promote_to_sum(const float (&partial)[kRegisters],
+                                               const float (&scale)[2], float4* sums, int stride,
+                                               bool started) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; i += 4) {
+    float4& sum = sums[(i / 4) * stride];
+    float4 s = started ? sum : float4{0, 0, 0, 0};
+    s.x = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
+    s.y = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
+    s.z = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
+    s.w = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
+    sum = s;
+  }
+}
+
+/// partial = (sum or 0) + 2^e partial: the end of an item.
+template <int kRegisters>
+__device__ __forceinline__ void add_sum(float (&partial)[kRegisters], const float (&scale)[2],
+                                        const float4* sums, int stride, bool started) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; i += 4) {
+    const float4 s = started ? sums[(i / 4) * stride] : float4{0, 0, 0, 0};
+    partial[i] = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
+    partial[i + 1] = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
+    partial[i + 2] = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
+    partial[i + 3] = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
+  }
+}
+
+}  // namespace mxattn::kernels::sm90

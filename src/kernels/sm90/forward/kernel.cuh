@@ -1,0 +1,518 @@
+// Forward of the folded FP8 recipes on sm_90a (docs/numerics.md, section 3).
+//
+// A CTA is persistent and takes items of 128 queries of one document and head from a list, longest
+// first. Warpgroup 0 loads: one thread takes items and keeps key tiles in flight through the copy
+// engine. Warpgroups 1 and 2 own 64 query rows each and walk the key tiles from the diagonal down:
+//
+//   WG 1   S ............ max exp pack ............ S ............ max exp pack
+//                      PV(32) PV(32) PV(32) PV(32)
+//   WG 2   exp pack ....... S ........... max exp pack ............ S
+//
+// A token passes between the two so that one multiplies scores while the other is in its
+// exponentials. P leaves the score registers in the order pi of tile/swizzle.h, which V^T shares.
+// The row sum rides in the PV product as eight columns of ones (tiles whose EV is uniform).
+// No wgmma is in flight across a branch.
+#pragma once
+
+#include "kernels/sm90/device_ops.h"
+#include "kernels/sm90/document.h"
+#include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/forward/config.h"
+#include "ptx/barrier.h"
+#include "ptx/copy.h"
+#include "ptx/math.h"
+#include "ptx/wgmma.h"
+#include "recipe/stages.h"
+#include "tile/fragment.h"
+#include "tile/ring.h"
+#include "tile/swizzle.h"
+
+namespace mxattn::kernels::sm90::forward {
+
+using stages::Exponent;
+using stages::kKeyTile;
+
+inline constexpr std::uint32_t kOneE4m3x4 = 0x38383838u;  // four codes of 1.0
+
+template <class Config>
+struct alignas(1024) SharedStorage {
+  // producer -> consumers; swizzled as their tensor maps say
+  std::uint8_t q[2][Config::kRows * Config::kDim];
+  struct alignas(1024) Stage {
+    std::uint8_t k[kKeyTile * Config::kDim];
+    std::uint8_t v[Config::kDim * kKeyTile];
+    std::uint8_t ones[8 * kKeyTile];  // rows d..d+7 of V^T; written once
+  } stages[Config::kStages];
+  std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
+  alignas(16) std::int8_t ek[Config::kStages][kKeyTile];
+  alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
+  int item[2];  // beside each q: index into the list, -1 at its end
+  tile::RingBarriers<2> q_ring;
+  tile::RingBarriers<Config::kStages> kv_ring;
+};
+
+/// What an item is about; every role derives it alike.
+struct Work {
+  plan::WorkItem item;
+  Document document;
+  int key_head;
+  Range tiles;  // key tiles that any row of the item sees
+};
+
+__device__ __forceinline__ Work load_work(const ForwardParams& params, int index) {
+  Work work;
+  const int4 raw = reinterpret_cast<const int4*>(params.items)[index];
+  work.item = {raw.x, raw.y, raw.z, raw.w};
+  work.document = load_document(params.cu_seqlens_q, params.cu_seqlens_k, raw.x);
+  work.key_head = raw.y / params.queries_per_key_head;
+  const Document& d = work.document;
+  const int last = work.item.first + work.item.count - 1;
+  // The mask is a band: its ends never decrease with the row.
+  const int begin = visible_keys(params.mask, d.q_len, d.k_len, work.item.first).begin;
+  const int end = visible_keys(params.mask, d.q_len, d.k_len, last).end;
+  work.tiles = begin < end ? Range{begin / kKeyTile, (end - 1) / kKeyTile + 1} : Range{0, 0};
+  return work;
+}
+
+// ---- producer ---------------------------------------------------------------------------------
+
+template <class Config>
+__device__ void load(const ForwardParams& params, SharedStorage<Config>& shared) {
+  tile::RingPosition<2> q_at;
+  tile::RingPosition<Config::kStages> kv_at;
+  const int num_items = *params.num_items;
+  while (true) {
+    int index = atomicAdd(params.next_item, 1);
+    if (index >= num_items) index = -1;
+
+    // The queries, and which item they belong to.
+    shared.q_ring.wait_empty(q_at);
+    shared.item[q_at.stage] = index;
+    const std::uint32_t q_full = shared.q_ring.full_at(q_at.stage);
+    if (index < 0) {
+      ptx::mbarrier_arrive(q_full);
+      return;
+    }
+    const Work work = load_work(params, index);
+    ptx::mbarrier_arrive_expect(q_full, sizeof(shared.q[0]));
+    ptx::copy_tensor_3d(ptx::shared_address(shared.q[q_at.stage]), &params.q, 0,
+                        static_cast<int>(work.document.q_slot) + work.item.first, work.item.head,
+                        q_full);
+    q_at.advance();
+
+    // Key tiles from the diagonal down to the first visible one.
+    const std::int64_t row = work.key_head * params.k_slots + work.document.k_slot;
+    for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
+      shared.kv_ring.wait_empty(kv_at);
+      auto& stage = shared.stages[kv_at.stage];
+      const std::uint32_t full = shared.kv_ring.full_at(kv_at.stage);
+      const int slot = static_cast<int>(work.document.k_slot) + t * kKeyTile;
+      // The last tile of the last document may end before 128 slots do.
+      const std::int64_t offset = row + t * kKeyTile;
+      const int bytes = static_cast<int>(
+          min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
+      ptx::mbarrier_arrive_expect(full, sizeof(stage.k) + sizeof(stage.v) + 2 * bytes);
+      ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot, work.key_head, full);
+      ptx::copy_bulk(ptx::shared_address(shared.ek[kv_at.stage]),
+                     params.k_exponents + offset, bytes, full);
+      ptx::copy_bulk(ptx::shared_address(shared.ev[kv_at.stage]),
+                     params.v_exponents + offset, bytes, full);
+      ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, slot, 0, work.key_head, full);
+      kv_at.advance();
+    }
+  }
+}
+
+// ---- consumers --------------------------------------------------------------------------------
+
+inline constexpr int kNoUnit = -1000;
+
+/// What a thread keeps of its two query rows over the key tiles.
+template <class Config>
+struct Rows {
+  // O in units of 2^(unit - 8) and l in units of 2^-8: powers of two move through the FMAs of the
+  // recipe exactly, so that tiles of equal EV need no factor.
+  float o[Config::kOutputs];
+  float m[2];
+  float l[2];
+  int unit[2];       // c of the first tile that the row saw, or kNoUnit
+  int eq[2];         // the stored byte: one register where an Exponent takes two
+  Range visible[2];  // keys; empty for rows past the document's end
+
+  __device__ __forceinline__ void start(const ForwardParams& params, const Work& work,
+                                        int first_row) {
+#pragma unroll
+    for (int i = 0; i < Config::kOutputs; ++i) o[i] = 0.0f;
+    const Document& d = work.document;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + tile::fragment_row(threadIdx.x % 128, r);
+      m[r] = -kInfinity;
+      l[r] = 0.0f;
+      unit[r] = kNoUnit;
+      const bool valid = row < d.q_len;
+      visible[r] = valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
+      eq[r] = valid ? params.q_exponents[work.item.head * params.q_slots + d.q_slot + row] : 0;
+    }
+  }
+};
+
+/// One key tile as a warpgroup sees it.
+struct KeyTile {
+  int begin;               // first key
+  int keys;                // keys of the document in it
+  const std::int8_t* ek;   // [128], shared
+  const std::int8_t* ev;
+  std::uint64_t v;         // descriptor of V^T and the ones behind it
+  std::uint64_t ones;
+};
+
+__device__ __forceinline__ bool sees(Range keys, int key) {
+  return keys.begin <= key and key < keys.end;
+}
+
+/// c_it: exponent of the last key of the tile that the row sees.
+__device__ __forceinline__ Exponent last_visible_exponent(const KeyTile& tile, Range visible) {
+  const int last = min(visible.end, tile.begin + kKeyTile) - 1 - tile.begin;
+  return Exponent::stored(tile.ev[max(last, 0)]);
+}
+
+/// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row.
+template <class Config>
+__device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&top)[2],
+                                              float (&alpha)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float m_new = fmaxf(rows.m[r], top[r]);
+    alpha[r] = m_new == rows.m[r] ? 1.0f : stages::rescale<DeviceOps>(rows.m[r], m_new);
+    rows.m[r] = m_new;
+  }
+}
+
+/// O = O alpha + T 2^(c - unit), l = l alpha + sum.
+template <class Config>
+__device__ __forceinline__ void promote(Rows<Config>& rows, float (&t)[Config::kPartials],
+                                        const float (&sum)[2], const float (&alpha)[2],
+                                        const Exponent (&c)[2], const bool (&saw)[2]) {
+  float scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (saw[r] and rows.unit[r] == kNoUnit) rows.unit[r] = c[r].nan ? 0 : c[r].value;
+    // A row that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
+    scale[r] = saw[r] ? stages::factor(c[r] - Exponent(rows.unit[r])) : 1.0f;
+    rows.l[r] = fma_rn(rows.l[r], alpha[r], sum[r]);
+  }
+  if (scale[0] != 1.0f or scale[1] != 1.0f) {
+#pragma unroll
+    for (int i = 0; i < Config::kOutputs; ++i) t[i] = mul_rn(t[i], scale[tile::fragment_half(i)]);
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kOutputs; ++i) {
+    rows.o[i] = fma_rn(rows.o[i], alpha[tile::fragment_half(i)], t[i]);
+  }
+}
+
+/// A tile whose keys share EK and EV: no factor in the loop. Needs score_scale >= 0, so that the
+/// maximum of the scores is the score of the maximum.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64],
+                                               const KeyTile& tile, float score_scale) {
+  const int column = 2 * (threadIdx.x % 4);
+  const Exponent ek = Exponent::stored(tile.ek[0]);
+  float a[2];
+  float top[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) a[r] = stages::score_factor(score_scale, Exponent::stored(rows.eq[r]), ek);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int r = tile::fragment_half(i);
+    if constexpr (kMasked) {
+      const int key = tile.begin + 8 * (i >> 2) + column + (i & 1);
+      if (not sees(rows.visible[r], key)) s[i] = -kInfinity;
+    }
+    top[r] = fmaxf(top[r], s[i]);
+  }
+  float alpha[2], addend[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float raw = tile::quad_max(top[r]);
+    top[r] = raw == -kInfinity ? -kInfinity : stages::score<DeviceOps>(raw, a[r]);
+  }
+  raise_maximum(rows, top, alpha);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
+
+  // P in pieces of 32 keys; each is multiplied as soon as it is packed.
+  float t[Config::kPartials];
+  std::uint32_t codes[4][4];
+#pragma unroll
+  for (int g = 0; g < 4; ++g) {
+#pragma unroll
+    for (int i = 16 * g; i < 16 * (g + 1); ++i) {
+      const int r = tile::fragment_half(i);
+      const bool masked = kMasked and s[i] == -kInfinity;
+      s[i] = stages::probability<DeviceOps>(s[i], a[r], addend[r]);
+      if (masked) s[i] = 0.0f;
+    }
+    tile::pack_operand(codes[g], s + 16 * g);
+    ptx::wgmma_fence();
+    using Mma = ptx::WgmmaE4m3<Config::kValueColumns>;
+    if (g == 0) {
+      Mma::fresh_rs(t, codes[g], tile.v);
+    } else {
+      Mma::add_rs(t, codes[g], tile.v + g * tile::kDescriptorStepK32);
+    }
+    ptx::wgmma_commit_group();
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::pin(t);
+
+  const float sum[2] = {t[Config::kOutputs], t[Config::kOutputs + 2]};
+  const Exponent ev = Exponent::stored(tile.ev[0]);
+  const Exponent c[2] = {ev, ev};
+  const bool saw[2] = {not kMasked or not Range{max(rows.visible[0].begin, tile.begin),
+                                                min(rows.visible[0].end, tile.begin + kKeyTile)}
+                                              .empty(),
+                       not kMasked or not Range{max(rows.visible[1].begin, tile.begin),
+                                                min(rows.visible[1].end, tile.begin + kKeyTile)}
+                                              .empty()};
+  promote(rows, t, sum, alpha, c, saw);
+}
+
+/// Any tile: factors of every key in the loop, h and hs packed apart. The same bits as
+/// attend_uniform for a row whose visible keys share EK and EV.
+template <class Config>
+__device__ __forceinline__ void attend_general(Rows<Config>& rows, float (&s)[64], const KeyTile& tile,
+                                            float score_scale) {
+  const int column = 2 * (threadIdx.x % 4);
+  bool saw[2];
+  Exponent c[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    saw[r] = not Range{max(rows.visible[r].begin, tile.begin),
+                       min(rows.visible[r].end, tile.begin + kKeyTile)}
+                     .empty();
+    c[r] = last_visible_exponent(tile, rows.visible[r]);
+  }
+  float top[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int r = tile::fragment_half(i);
+    const int k = 8 * (i >> 2) + column + (i & 1);
+    if (sees(rows.visible[r], tile.begin + k)) {
+      const float a = stages::score_factor(score_scale, Exponent::stored(rows.eq[r]), Exponent::stored(tile.ek[k]));
+      top[r] = fmaxf(top[r], stages::score<DeviceOps>(s[i], a));
+    }
+  }
+  float alpha[2], addend[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) top[r] = tile::quad_max(top[r]);
+  raise_maximum(rows, top, alpha);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
+
+  float t[Config::kPartials];
+  float sums[4];
+#pragma unroll
+  for (int g = 0; g < 4; ++g) {
+    std::uint32_t weights[4], weighted[4];  // hs and h
+#pragma unroll
+    for (int i = 16 * g; i < 16 * (g + 1); ++i) {
+      const int r = tile::fragment_half(i);
+      const int k = 8 * (i >> 2) + column + (i & 1);
+      const bool seen = sees(rows.visible[r], tile.begin + k);
+      const float a = stages::score_factor(score_scale, Exponent::stored(rows.eq[r]), Exponent::stored(tile.ek[k]));
+      const float p = stages::probability<DeviceOps>(s[i], a, addend[r]);
+      s[i] = seen ? p : 0.0f;
+    }
+    tile::pack_operand(weights, s + 16 * g);
+#pragma unroll
+    for (int i = 16 * g; i < 16 * (g + 1); ++i) {
+      const int r = tile::fragment_half(i);
+      const int k = 8 * (i >> 2) + column + (i & 1);
+      const bool seen = sees(rows.visible[r], tile.begin + k);
+      const Exponent ev = Exponent::stored(tile.ev[k]);
+      // Equal exponents need no factor, NaN ones included: T carries their NaN.
+      const float h = ev == c[r] ? s[i] : mul_rn(s[i], stages::factor(ev - c[r]));
+      s[i] = seen ? h : 0.0f;
+    }
+    tile::pack_operand(weighted, s + 16 * g);
+    ptx::wgmma_fence();
+    using Values = ptx::WgmmaE4m3<Config::kValueColumns>;
+    using Ones = ptx::WgmmaE4m3<8>;
+    if (g == 0) {
+      Values::fresh_rs(t, weighted, tile.v);
+      Ones::fresh_rs(sums, weights, tile.ones);
+    } else {
+      Values::add_rs(t, weighted, tile.v + g * tile::kDescriptorStepK32);
+      Ones::add_rs(sums, weights, tile.ones + g * tile::kDescriptorStepK32);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::pin(t);
+    ptx::pin(sums);
+  }
+  const float sum[2] = {sums[0], sums[2]};
+  promote(rows, t, sum, alpha, c, saw);
+}
+
+/// O, LSE, mu and L of the thread's rows; rows of the document only are written.
+template <class Config>
+__device__ __forceinline__ void store(const ForwardParams& params, const Work& work,
+                                      Rows<Config>& rows, int first_row,
+                                      std::uint16_t* staging) {
+  const int lane = threadIdx.x % 32;
+  const int warp_row = first_row + tile::fragment_row(threadIdx.x % 128 - lane, 0);
+  const std::int64_t stats = work.item.head * params.total_q + work.document.q_token;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float l = mul_rn(rows.l[r], pow2(-stages::kProbabilityShift));
+    const float unit = stages::output_factor(Exponent(rows.unit[r] == kNoUnit ? 0 : rows.unit[r]));
+    const bool keyless = rows.visible[r].empty();
+#pragma unroll
+    for (int i = 2 * r; i < Config::kOutputs; i += 4) {
+#pragma unroll
+      for (int j = i; j < i + 2; ++j) {
+        rows.o[j] = keyless ? 0.0f : div_rn(mul_rn(rows.o[j], unit), l);
+      }
+    }
+    const int row = warp_row + lane / 4 + 8 * r;
+    if (lane % 4 == 0 and row < work.document.q_len) {
+      const bool finite = rows.m[r] != -kInfinity;
+      const float mu = finite ? ceilf(rows.m[r]) : 0.0f;
+      const float sum = finite ? mul_rn(l, DeviceOps::exp2(rows.m[r] - mu)) : (keyless ? 1.0f : l);
+      params.row_reference[stats + row] = static_cast<int>(mu);
+      params.row_sum[stats + row] = sum;
+      params.lse[stats + row] =
+          keyless ? -kInfinity
+                  : stages::log_sum_exp<DeviceOps>(finite ? rows.m[r] : 0.0f, l);
+    }
+  }
+
+  store_warp_rows<Config::kDim>(rows.o, staging, params.out, work.item.head,
+                                work.document.q_token, warp_row, work.document.q_len);
+}
+
+template <class Config>
+__device__ void attend(const ForwardParams& params, SharedStorage<Config>& shared, int consumer) {
+  constexpr int kPair = 128 * Config::kConsumers;
+  const int own_turn = 1 + consumer;
+  const int next_turn = 1 + (consumer + 1) % Config::kConsumers;
+  const int warp = (threadIdx.x / 32) % 4;
+  const bool leader = threadIdx.x % 32 == 0;
+  if (consumer == Config::kConsumers - 1) ptx::named_barrier_arrive(1, kPair);
+
+  tile::RingPosition<2> q_at;
+  tile::RingPosition<Config::kStages> kv_at;
+  Rows<Config> rows;
+  while (true) {
+    shared.q_ring.wait_full(q_at);
+    const int index = shared.item[q_at.stage];
+    if (index < 0) break;
+    const Work work = load_work(params, index);
+    const Document& d = work.document;
+    const int first_row = work.item.first + 64 * consumer;
+    const int last_row = min(first_row + 63, d.q_len - 1);
+    rows.start(params, work, first_row);
+    // Keys that every row, and that any row, of the warpgroup sees.
+    Range all{0, 0}, any{0, 0};
+    if (first_row <= last_row) {
+      const Range first = visible_keys(params.mask, d.q_len, d.k_len, first_row);
+      const Range last = visible_keys(params.mask, d.q_len, d.k_len, last_row);
+      all = {last.begin, first.end};
+      any = {first.begin, last.end};
+    }
+    const std::uint64_t q_descriptor = tile::k_major_descriptor(
+        tile::Swizzle::k128,
+        ptx::shared_address(shared.q[q_at.stage]) + consumer * 64 * Config::kDim);
+
+    for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
+      auto& stage = shared.stages[kv_at.stage];
+      KeyTile tile;
+      tile.begin = t * kKeyTile;
+      tile.keys = min(kKeyTile, work.document.k_len - tile.begin);
+      tile.ek = shared.ek[kv_at.stage];
+      tile.ev = shared.ev[kv_at.stage];
+      tile.v = tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.v));
+      tile.ones = tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.ones));
+      const std::uint64_t k_descriptor =
+          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k));
+      const bool some = max(any.begin, tile.begin) < min(any.end, tile.begin + kKeyTile);
+      const bool every = all.begin <= tile.begin and tile.begin + kKeyTile <= all.end;
+
+      shared.kv_ring.wait_full(kv_at);
+      ptx::named_barrier_sync(own_turn, kPair);
+      if (not some) {
+        ptx::named_barrier_arrive(next_turn, kPair);
+      } else {
+        float s[64];
+        ptx::wgmma_fence();
+        using Scores = ptx::WgmmaE4m3<kKeyTile>;
+        Scores::fresh_ss(s, q_descriptor, k_descriptor);
+#pragma unroll
+        for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
+          Scores::add_ss(s, q_descriptor + k * tile::kDescriptorStepK32,
+                         k_descriptor + k * tile::kDescriptorStepK32);
+        }
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(s);
+        ptx::named_barrier_arrive(next_turn, kPair);
+
+        const bool uniform = tile.ek[0] == tile.ek[tile.keys - 1] and
+                             tile.ev[0] == tile.ev[tile.keys - 1] and params.score_scale >= 0.0f;
+        if (not uniform) {
+          attend_general(rows, s, tile, params.score_scale);
+        } else if (every) {
+          attend_uniform<Config, false>(rows, s, tile, params.score_scale);
+        } else {
+          attend_uniform<Config, true>(rows, s, tile, params.score_scale);
+        }
+      }
+      if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
+      kv_at.advance();
+    }
+    if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
+    q_at.advance();
+    // Derived again: keeping it over the loop costs registers that the loop has not got.
+    const Work finished = load_work(params, index);
+    store(params, finished, rows, finished.item.first + 64 * consumer,
+          shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
+  }
+  // Takes the turn that the other warpgroup handed over last.
+  if (consumer == 0) ptx::named_barrier_sync(1, kPair);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardParams params) {
+  extern __shared__ std::uint8_t raw[];
+  auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
+
+  // The columns of ones behind every V^T tile; equal bytes need no swizzle.
+  for (int i = threadIdx.x; i < Config::kStages * 8 * kKeyTile / 4; i += Config::kThreads) {
+    auto& stage = shared.stages[i / (8 * kKeyTile / 4)];
+    reinterpret_cast<std::uint32_t*>(stage.ones)[i % (8 * kKeyTile / 4)] = kOneE4m3x4;
+  }
+  if (threadIdx.x == 0) {
+    shared.q_ring.initialise(4 * Config::kConsumers);
+    shared.kv_ring.initialise(4 * Config::kConsumers);
+    ptx::fence_mbarrier_init();
+    ptx::prefetch_tensor_map(&params.q);
+    ptx::prefetch_tensor_map(&params.k);
+    ptx::prefetch_tensor_map(&params.v);
+  }
+  ptx::fence_proxy_async_shared();
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    ptx::set_max_registers_down<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) load(params, shared);
+  } else {
+    ptx::set_max_registers_up<Config::kConsumerRegisters>();
+    attend(params, shared, warpgroup - 1);
+  }
+}
+
+}  // namespace mxattn::kernels::sm90::forward
