@@ -6,6 +6,7 @@
 
 #include "base/view.h"
 #include "pack/pack.h"
+#include "plan/plan.h"
 #include "quantize/operand.h"
 #include "recipe/recipe.h"
 
@@ -23,9 +24,10 @@ struct Problem {
   int heads_k = 0;
   int dim = 0;
   float softmax_scale = 0;
-  bool rotate = false;          // Q and K were rotated by the quantiser; dQ and dK rotate back
+  bool rotate = false;  // Q and K were rotated by the quantiser; dQ and dK rotate back
   int threads = 1;
-  bool sm90_accumulator = false;  // model the H200's FP8 accumulator bit for bit (CPU only)
+  bool sm90_accumulator = false;       // model the H200's FP8 accumulator bit for bit (CPU only)
+  const plan::Plans* plans = nullptr;  // the backend's lists of this pack; null: it makes its own
 };
 
 /// Inputs and outputs of the forward. Every row of out and lse is written; rows outside documents
@@ -53,6 +55,8 @@ struct Backend {
   std::string (*supports)(const Problem&);
   void (*forward)(const Problem&, const ForwardArgs&);
   void (*backward)(const Problem&, const BackwardArgs&);
+  // Work lists for Problem::plans; null if the backend reads none.
+  plan::Plans (*make_plans)(const Problem&) = nullptr;
 };
 
 }  // namespace mxattn::kernels

@@ -73,6 +73,16 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 
+/// The lists of all passes of one pack and mask, each with the tile of the backend that asked for
+/// them. Made once for a microbatch and read by all its layers.
+struct Plans {
+  Plan forward, dq, dkv;
+
+  const Plan& of(Pass pass) const {
+    return pass == Pass::kForward ? forward : pass == Pass::kDq ? dq : dkv;
+  }
+};
+
 /// Heads of the pass.
 constexpr int heads_of(const PlanSpec& spec) {
   return spec.pass == Pass::kDkv ? spec.heads_k : spec.heads_q;

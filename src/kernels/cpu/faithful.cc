@@ -50,15 +50,26 @@ std::vector<std::int64_t> first_tiles(const Pack& pack) {
   return first;
 }
 
-/// Runs body(item, scratch) for every item of the pass, each thread with scratch of its own.
-template <class Body>
-void for_each_item(const Problem& problem, plan::Pass pass, const Body& body) {
+plan::Plan make_plan(const Problem& problem, plan::Pass pass) {
   plan::PlanSpec spec;
   spec.pass = pass;
   spec.heads_q = problem.heads_q;
   spec.heads_k = problem.heads_k;
   spec.tile = pass == plan::Pass::kDkv ? cpu::kTile : cpu::kMaxUnits * cpu::kTile;
-  const plan::Plan plan = plan::make_plan(*problem.pack, problem.mask, spec);
+  return plan::make_plan(*problem.pack, problem.mask, spec);
+}
+
+plan::Plans make_plans(const Problem& problem) {
+  return {.forward = make_plan(problem, plan::Pass::kForward),
+          .dq = make_plan(problem, plan::Pass::kDq),
+          .dkv = make_plan(problem, plan::Pass::kDkv)};
+}
+
+/// Runs body(item, scratch) for every item of the pass, each thread with scratch of its own.
+template <class Body>
+void for_each_item(const Problem& problem, plan::Pass pass, const Body& body) {
+  const plan::Plan own = problem.plans == nullptr ? make_plan(problem, pass) : plan::Plan{};
+  const plan::Plan& plan = problem.plans == nullptr ? own : problem.plans->of(pass);
   const std::vector<std::int64_t> tiles = first_tiles(*problem.pack);
   const auto num_items = static_cast<std::int64_t>(plan.items.size());
   const int threads =
@@ -222,7 +233,7 @@ void backward(const Problem& problem, const BackwardArgs& args) {
 }  // namespace
 
 const Backend& faithful_backend() {
-  static constexpr Backend kBackend{"faithful", supports, forward, backward};
+  static constexpr Backend kBackend{"faithful", supports, forward, backward, make_plans};
   return kBackend;
 }
 
