@@ -173,6 +173,28 @@ TEST(Quantize, BitEqualOffsetsBeyond31Bits) {
   munmap(region, kBytes);
 }
 
+TEST(Quantize, BitEqualBuffersLargerThanThePack) {
+  Random random(17);
+  const Case c{.recipe = recipes::fp8, .role = Role::kV, .pack = pack_of({20, 40}, 3)};
+  const Tensor x = heavy_tailed(random, 63, 2, 64, 3);
+  const Buffers exact = library(c, x.view());
+  Buffers larger(c.slots() + 48, 2, 64, true, false);
+  quantize(c.recipe, c.role, x.view(), c.pack, false, 2, larger.operand);
+  for (int document = 0; document < 2; ++document) {
+    const int length = c.length(c.pack.documents[static_cast<std::size_t>(document)]);
+    EXPECT_EQ(bits_of_document(c, larger, document, 0, length),
+              bits_of_document(c, exact, document, 0, length));
+  }
+  for (int head = 0; head < 2; ++head) {
+    for (std::int64_t slot = c.slots(); slot < c.slots() + 48; ++slot) {
+      const std::uint8_t* row = larger.operand.row(head, slot);
+      EXPECT_EQ(std::count(row, row + 64, 0), 64);
+      EXPECT_EQ(larger.operand.exponents_of(head)[slot], -96);
+      EXPECT_EQ(larger.operand.norms_of(head)[slot], -96);
+    }
+  }
+}
+
 TEST(Quantize, BitEqualRowsBeyondTheLastDocumentDoNotMatter) {
   Random random(16);
   const Pack pack = pack_of({60, 45}, 30);

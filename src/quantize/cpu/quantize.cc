@@ -145,8 +145,8 @@ void quantize(const Recipe& recipe, Role role, const TensorView<const std::uint1
   check_operand(out, side, x.heads, x.dim);
   MXATTN_CHECK(recipe.quantised(), "a recipe without codes");
   MXATTN_CHECK(x.tokens == side.total, x.tokens, " tokens, the pack has ", side.total);
-  MXATTN_CHECK(not whole_tensor or (out.scale != nullptr and out.norms == nullptr),
-               "a scale of the whole tensor has a place and no norms");
+  MXATTN_CHECK(whole_tensor == (out.scale != nullptr), "a scale of the whole tensor has a place");
+  MXATTN_CHECK(not(whole_tensor and out.norms != nullptr), "norms need a power-of-two scale");
   const bool rotated = is_rotated(role, x.dim, rotate);
 
   // Exponents of tokens, then of their groups. Rows are read, and rotated, once more below: cheaper

@@ -239,6 +239,12 @@ TEST(Quantize, BitEqualMisuseIsRefused) {
   EXPECT_THROW(quantize(recipes::fp8, Role::kK, longer.view(), pack, false, 1, out.operand), Error);
   EXPECT_THROW(quantize(recipes::fp8_tensor, Role::kK, x.view(), pack, false, 1, out.operand),
                Error);
+  Buffers with_scale(pack.k_slots, 1, 8, false, true);
+  EXPECT_THROW(quantize(recipes::fp8, Role::kK, x.view(), pack, false, 1, with_scale.operand),
+               Error);
+  Buffers with_both(pack.k_slots, 1, 8, true, true);
+  EXPECT_THROW(quantize(recipes::fp8_tensor, Role::kK, x.view(), pack, false, 1, with_both.operand),
+               Error);
   out.operand.slots -= 16;
   EXPECT_THROW(quantize(recipes::fp8, Role::kK, x.view(), pack, false, 1, out.operand), Error);
   EXPECT_EQ(out.codes, Buffers(pack.k_slots, 1, 8, false, false).codes);  // nothing was written
