@@ -20,7 +20,8 @@ constexpr void (*kCommands[])(CLI::App&, cli::Action&) = {
 int main(int argc, char** argv) {
   CLI::App app{"Attention in 8 and 4 bits, forward and backward, for training."};
   app.set_version_flag("--version", mxattn::version());
-  app.require_subcommand(1);
+  // None is allowed here, so that a word which is no command is reported as such.
+  app.require_subcommand(0, 1);
   cli::Action action;
   for (const auto add : kCommands) add(app, action);
 
@@ -28,6 +29,10 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? cli::kOk : cli::kBadInput;
+  }
+  if (action == nullptr) {
+    fmt::print(stderr, "A command is required.\n{}", app.help());
+    return cli::kBadInput;
   }
   try {
     return action();
