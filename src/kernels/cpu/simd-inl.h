@@ -3,9 +3,8 @@
 //
 // Every target gives the same bits: those without a fused multiply-add are switched off by
 // HWY_DISABLED_TARGETS (CMakeLists.txt of this room), and the emulated one calls std::fma.
-// E4M3 code bytes become BF16 bits (both exact); E4M3 values in FP32 become BF16 bits by a shift.
+// What the quantiser has (E4M3 codes to values, BF16 to FP32, one-rounding FMA) is taken from there.
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -22,12 +21,14 @@
 #endif
 
 #include "hwy/highway.h"
+#include "quantize/cpu/e4m3-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace mxattn::kernels::cpu {
 namespace HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
+namespace codec = mxattn::HWY_NAMESPACE;
 
 #include "kernels/cpu/elementary.inc"
 
@@ -53,21 +54,10 @@ struct SimdOps {
   static HWY_INLINE F add(F a, F b) { return hn::Add(a, b); }
   static HWY_INLINE F sub(F a, F b) { return hn::Sub(a, b); }
   static HWY_INLINE F mul(F a, F b) { return hn::Mul(a, b); }
+  static HWY_INLINE F fma(F a, F b, F c) { return codec::fma_rn(FloatTag(), a, b, c); }
 #if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR
-  static HWY_INLINE F fma(F a, F b, F c) {
-    HWY_ALIGN float x[HWY_MAX_BYTES / sizeof(float)];
-    HWY_ALIGN float y[HWY_MAX_BYTES / sizeof(float)];
-    HWY_ALIGN float z[HWY_MAX_BYTES / sizeof(float)];
-    const FloatTag d;
-    hn::Store(a, d, x);
-    hn::Store(b, d, y);
-    hn::Store(c, d, z);
-    for (std::size_t i = 0; i < hn::Lanes(d); ++i) z[i] = std::fma(x[i], y[i], z[i]);
-    return hn::Load(d, z);
-  }
   static HWY_INLINE F sub_from_product(F a, F b, F c) { return fma(a, b, hn::Neg(c)); }
 #else
-  static HWY_INLINE F fma(F a, F b, F c) { return hn::MulAdd(a, b, c); }
   static HWY_INLINE F sub_from_product(F a, F b, F c) { return hn::MulSub(a, b, c); }
 #endif
   static HWY_INLINE F exp2(F x) { return exp2_fp32<SimdOps>(x); }
@@ -139,8 +129,7 @@ HWY_INLINE hn::Vec<Bf16Tag> bf16_bits(Floats x) {
 
 /// Values of float_lanes() BF16 patterns.
 HWY_INLINE Floats load_bf16(const std::uint16_t* from) {
-  const auto bits = hn::PromoteTo(UintTag(), hn::LoadU(Bf16Tag(), from));
-  return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(bits));
+  return codec::load_bf16(FloatTag(), from);
 }
 
 /// Stores float_lanes() values that are BF16 values already (round_e4m3, round_bf16).
@@ -148,22 +137,7 @@ HWY_INLINE void store_bf16(Floats x, std::uint16_t* to) { hn::StoreU(bf16_bits(x
 
 /// BF16 bits of float_lanes() E4M3 codes; exact, NaN codes become NaN.
 HWY_INLINE hn::Vec<Bf16Tag> load_e4m3(const std::uint8_t* codes) {
-  // The lower seven bits of a code, moved to the mantissa and exponent of FP16, are its value up to
-  // the difference of the biases, subnormals included.
-  constexpr int kMove = Fp16::kMantissaBits - E4M3::kMantissaBits;
-  constexpr float kRestore = 1 << (Fp16::kBias - E4M3::kBias);
-  const FloatTag d;
-  const Bf16Tag d16;
-  const hn::Rebind<std::uint8_t, FloatTag> d8;
-  const hn::Rebind<hwy::float16_t, FloatTag> d_half;
-  const auto code = hn::PromoteTo(d16, hn::LoadU(d8, codes));
-  const auto magnitude = hn::And(code, hn::Set(d16, std::uint16_t{E4M3::kMagnitudeMask}));
-  const auto sign = hn::ShiftLeft<8>(hn::Xor(code, magnitude));
-  const auto half = hn::ShiftLeft<kMove>(magnitude);
-  const Floats value = hn::Mul(hn::PromoteTo(d, hn::BitCast(d_half, half)), hn::Set(d, kRestore));
-  const auto nan =
-      hn::VecFromMask(d16, hn::Eq(magnitude, hn::Set(d16, std::uint16_t{E4M3::kMagnitudeMask})));
-  return hn::Or(hn::Or(bf16_bits(value), sign), hn::And(nan, hn::Set(d16, std::uint16_t{0x7FC0})));
+  return bf16_bits(codec::load_e4m3(FloatTag(), codes));
 }
 
 }  // namespace HWY_NAMESPACE
