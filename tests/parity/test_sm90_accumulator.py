@@ -56,7 +56,7 @@ def assert_same_bits(got, want):
     different = got.view(np.uint32) != want.view(np.uint32)
     assert not different.any(), (
         f"{different.sum()} of {different.size} differ, first at {np.argwhere(different)[0]}: "
-        f"{got[different][0].hex()} instead of {want[different][0].hex()}"
+        f"{float(got[different][0]).hex()} instead of {float(want[different][0]).hex()}"
     )
 
 
