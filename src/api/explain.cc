@@ -69,7 +69,7 @@ std::string explain(const Problem& problem) {
 
   std::ostringstream out;
   out << "problem:  " << problem.total_q << " query and " << problem.total_k
-      << " key tokens in at most " << problem.num_documents << " documents, " << kernel.heads_q
+      << " key tokens, documents: " << problem.num_documents << ", " << kernel.heads_q
       << " query heads on " << kernel.heads_k << " key heads, head dimension " << kernel.dim
       << ", mask " << text(kernel.mask) << ", softmax scale " << kernel.softmax_scale << "\n"
       << "recipe:   " << problem.recipe->name << ", " << problem.recipe->form << " form, version "
