@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "formats/fp16.h"
 #include "kernels/cpu/exact_block.h"
 #include "kernels/cpu/exact_gradient.h"
 #include "kernels/cpu/exact_passes.h"
@@ -81,6 +80,9 @@ class Output {
   std::vector<double> kept_;
 };
 
+/// Longest chunk: those behind the first three are equal.
+constexpr int kMaxChunk = stages::chunk_end(3) - stages::chunk_begin(3);
+
 /// Buffers of a thread.
 struct Scratch {
   explicit Scratch(int dim)
@@ -91,6 +93,7 @@ struct Scratch {
   QueryRow query[kTile];
   Exponent ek[kTile], ev[kTile];
   std::vector<double> first, second;  // sums of the item: dQ, or dK and dV
+  Exponent running_norm[kMaxChunk];   // maximum of nV over a chunk up to a key
 };
 
 /// What both passes share about one (document, query head).
@@ -189,11 +192,9 @@ class DqItem {
   void enter_chunk(int chunk) {
     const int begin = stages::chunk_begin(chunk);
     const int end = std::min(stages::chunk_end(chunk), pass_.document.k_len);
-    running_.resize(static_cast<std::size_t>(end - begin));
     for (int j = begin; j < end; ++j) {
       const Exponent nv = pass_.v.norm(j);
-      const auto n = static_cast<std::size_t>(j - begin);
-      running_[n] = n == 0 ? nv : max(running_[n - 1], nv);
+      s_.running_norm[j - begin] = j == begin ? nv : max(s_.running_norm[j - begin - 1], nv);
     }
     for (int i = 0; i < count_; ++i) {
       Range range = keys(i);
@@ -202,7 +203,7 @@ class DqItem {
       Exponent ek = pass_.k.exponent(range.begin);
       for (int j = range.begin + 1; j < range.end; ++j) ek = max(ek, pass_.k.exponent(j));
       r_[i] = stages::ds_exponent_dq(s_.query[i].ng, s_.query[i].no,
-                                     running_[static_cast<std::size_t>(range.end - 1 - begin)], ek);
+                                     s_.running_norm[range.end - 1 - begin], ek);
     }
   }
 
@@ -219,7 +220,6 @@ class DqItem {
   const int first_, count_;
   Scratch& s_;
   Exponent r_[kTile];
-  std::vector<Exponent> running_;  // maximum of nV over the chunk up to a key
 };
 
 // ---- dK and dV --------------------------------------------------------------------------------
@@ -261,13 +261,11 @@ class DkvItem {
                            first_ + j);
   }
 
-  // D' = D 2^(c - 8 - eG + EQ - r), rounded once to FP16 and clamped; NaN stays NaN.
   void fold_deltas(int count) {
     for (int i = 0; i < count; ++i) {
       QueryRow& query = s_.query[i];
-      const double exact = query.delta * stages::dkv_delta_factor(c_, query.eg, query.eq, r_);
-      const double limit = stages::kFp16Max;
-      query.delta = round_fp16(exact > limit ? limit : exact < -limit ? -limit : exact);
+      query.delta = stages::dkv_delta<Fp64Ops>(
+          query.delta, stages::dkv_delta_factor(c_, query.eg, query.eq, r_));
     }
   }
 

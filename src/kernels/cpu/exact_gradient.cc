@@ -7,10 +7,11 @@
 namespace mxattn::kernels::exact {
 namespace {
 
-/// ceil(-log2 l): p <= 2^w of a normalised row.
+/// ceil(-log2 l), at most 0: p <= 2^w of a normalised row. A row with one large weight has l = 1,
+/// which may come out below 1 by the rounding of the reference that l was saved with.
 Exponent weight_bound(double l) {
-  if (std::isnan(l)) return {0, true};
-  return static_cast<int>(std::ceil(-std::log2(l)));
+  if (not(l > 0 and std::isfinite(l))) return {0, true};
+  return std::min(0, static_cast<int>(std::ceil(-std::log2(l))));
 }
 
 /// Largest minus smallest of a scale over tiles.
