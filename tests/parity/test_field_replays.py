@@ -112,7 +112,9 @@ def test_b3_diffuse_mass_below_a_hot_key(hot, backend):
     # and the others after it are coded so; before the first key's tile, they count in full.
     coded = n - 1 if hot == n - 1 else 127
     mass = coded * 0.140625 / 256 + (n - 1 - coded) * np.exp(-7.5)
-    assert got["lse"][0, 0] == pytest.approx(np.log(1 + mass) + 7.5, abs=2e-5)
+    # The H200 cuts every product of the hot key's tile to 13 bits below the largest.
+    cut = 128 * 2.0**-13 / (1 + mass) if backend == "cpu_h200" else 0
+    assert got["lse"][0, 0] == pytest.approx(np.log(1 + mass) + 7.5, abs=2e-5 + cut)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu_h200"])

@@ -109,6 +109,8 @@ ORACLE_ONLY = ("mxfp8_paper", "fp8_tensor", "exact")
 def cases(draw, backends, recipes, same_lengths=None, max_documents=3, causal=None):
     recipe = draw(st.sampled_from(recipes))
     backend = draw(st.sampled_from(backends))
+    if recipe == "bf16" and backend == "cpu_h200":
+        backend = "cpu"  # the accumulator model takes codes
     if recipe in ORACLE_ONLY:
         backend = "cpu_exact"
     # The oracle is slow: fewer documents and heads, the same borders.
