@@ -31,13 +31,7 @@ namespace HWY_NAMESPACE {
 using FloatMask = hn::Mask<FloatTag>;
 using Ints = hn::Vec<IntTag>;
 
-/// SimdOps with what the accumulators' stages need.
-struct Ops : SimdOps {
-  static HWY_INLINE F flush(F x) {
-    return hn::IfThenElseZero(
-        hn::Ge(hn::Abs(x), hn::Set(FloatTag(), std::numeric_limits<float>::min())), x);
-  }
-};
+using Ops = SimdOps;
 
 /// Lanes of the vector at column v that lie in `range`.
 HWY_INLINE FloatMask lanes_inside(Range range, int v) {
