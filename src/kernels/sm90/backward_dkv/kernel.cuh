@@ -17,6 +17,7 @@
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/document.h"
 #include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/registers.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
 #include "ptx/wgmma.h"
@@ -38,6 +39,7 @@ struct Config {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kProducerRegisters = 24;
+  static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
   // float4 of FP32 sums of a CTA: dV and dK of 128 keys.
   static constexpr int kSumsPerCta = 2 * kKeyTile * kDim / 4;
 };

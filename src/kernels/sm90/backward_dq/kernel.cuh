@@ -14,6 +14,7 @@
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/document.h"
 #include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/registers.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
 #include "ptx/wgmma.h"
@@ -35,6 +36,7 @@ struct Config {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kProducerRegisters = 24;
+  static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
 };
 
 struct alignas(1024) SharedStorage {

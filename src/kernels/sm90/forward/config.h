@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/view.h"
+#include "kernels/sm90/registers.h"
 #include "pack/pack.h"
 #include "plan/cost.h"
 #include "recipe/recipe.h"
@@ -21,13 +22,14 @@ struct ForwardConfig {
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 4;  // key tiles in flight
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 40;
 
   static constexpr int kValueColumns = kDim + 8;  // eight columns of ones: the row sum
   static constexpr int kOutputs = kDim / 2;       // accumulator registers of O
   static constexpr int kPartials = kValueColumns / 2;
 
+  static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
   static_assert(kDim == 128, "d = 64 wants three warpgroups and 192 rows");
   static_assert(kRecipe.probability == Element::kE4m3 and kRecipe.row_sum == RowSum::kCodes,
                 "the row sum comes from columns of ones");
