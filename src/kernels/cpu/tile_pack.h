@@ -45,7 +45,7 @@ void pack_row_pairs(const RowSource& source, int tile_rows, int tile_columns, st
 void pack_floats(const float* x, std::ptrdiff_t ldx, int rows, int columns, std::uint16_t* out,
                  std::ptrdiff_t ld_out);
 
-/// The transpose of that: out (columns, rows). rows is a multiple of 8, columns of 16.
+/// The transpose of that: out (columns, rows). rows is a multiple of 8, columns of 16, ld_out even.
 void pack_floats_transposed(const float* x, std::ptrdiff_t ldx, int rows, int columns,
                             std::uint16_t* out, std::ptrdiff_t ld_out);
 
