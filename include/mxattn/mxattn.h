@@ -165,8 +165,8 @@ typedef struct mxattn_call {
   int32_t reserved;
   void* workspace;
   uint64_t workspace_bytes;
-  void* stream;     /* a cudaStream_t, null on the CPU */
-  const void* plan; /* null: reserved for work lists made in advance */
+  void* stream;                   /* a cudaStream_t, null on the CPU */
+  const struct mxattn_plan* plan; /* null, or work lists made in advance (mxattn/plan.h) */
 } mxattn_call;
 
 /* Bits that name the operands of the state. */

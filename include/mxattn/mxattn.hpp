@@ -153,6 +153,7 @@ struct Call {
   void* workspace = nullptr;
   std::uint64_t workspace_bytes = 0;
   void* stream = nullptr;
+  const mxattn_plan* plan = nullptr;  // Plan::handle() of mxattn/plan.hpp
 
   mxattn_call c_call() const {
     return {cu_seqlens_q,
@@ -163,7 +164,7 @@ struct Call {
             workspace,
             workspace_bytes,
             stream,
-            nullptr};
+            plan};
   }
 };
 

@@ -1,9 +1,9 @@
-/* mxattn/plan.h: how the work of a packed microbatch is spread over equal workers (thread blocks or
- * threads), simulated. Nothing here runs attention or touches a device.
+/* mxattn/plan.h: the work of a packed microbatch: lists made in advance, and how evenly they
+ * spread.
  *
- * A pass is cut into items: some consecutive queries (or keys) of one document and head. An item
- * costs cost_per_tile for every 128 x 128 tile that the mask lets it visit, plus cost_per_item. An
- * order says how items stand in the list and how workers take them. Orders never change results.
+ * A pass is cut into items: some consecutive queries (or keys) of one document and head. An order
+ * says how items stand in the list and how workers (thread blocks or threads) take them. Orders
+ * never change results.
  */
 #ifndef MXATTN_PLAN_H_
 #define MXATTN_PLAN_H_
@@ -13,6 +13,26 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ---- lists made in advance ------------------------------------------------------------------ */
+
+/* The lengths of a pack and the work lists of all passes: made once for a microbatch, and named in
+ * mxattn_call.plan by the calls of all its layers, also at the same time. Serves every problem with
+ * the backend, mask, heads, head_dim, totals and number of documents of the one it was made for,
+ * whatever its recipe. Keeps a copy of the lengths; cu_seqlens of a call may then be without data,
+ * and must be the same if they are given. */
+typedef struct mxattn_plan mxattn_plan;
+
+/* cu_seqlens_k may be null, or without data: that of the queries. */
+MXATTN_API mxattn_status mxattn_plan_create(const mxattn_problem* problem,
+                                            const mxattn_tensor* cu_seqlens_q,
+                                            const mxattn_tensor* cu_seqlens_k, mxattn_plan** plan);
+MXATTN_API void mxattn_plan_destroy(mxattn_plan* plan); /* null is fine */
+
+/* ---- simulation ------------------------------------------------------------------------------
+ * How evenly every order of a list spreads over equal workers. Runs no attention and touches no
+ * device. An item costs cost_per_tile for every 128 x 128 tile that the mask lets it visit, plus
+ * cost_per_item. */
 
 enum { MXATTN_PASS_FORWARD = 0, MXATTN_PASS_DQ = 1, MXATTN_PASS_DKV = 2 };
 

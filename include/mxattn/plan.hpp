@@ -1,4 +1,7 @@
-// mxattn/plan.h in C++20: work lists of packed documents, simulated on equal workers.
+// mxattn/plan.h in C++20: work lists of packed documents, made in advance or simulated.
+//
+//   const mxattn::Plan plan(problem, cu_seqlens);  // once for a microbatch
+//   problem.forward({.call = {.state = state.buffers(), .plan = plan.handle()}, ...});
 //
 //   mxattn::ScheduleConfig config;
 //   config.cu_seqlens_q = {0, 8192, 8448};
@@ -14,6 +17,27 @@
 
 namespace mxattn {
 inline namespace public_api {
+
+/// Lengths and work lists for Call::plan, made once and read by the calls of all layers.
+class Plan {
+ public:
+  /// An empty cu_seqlens_k means that of the queries.
+  explicit Plan(const Problem& problem, std::span<const std::int32_t> cu_seqlens_q,
+                std::span<const std::int32_t> cu_seqlens_k = {}) {
+    const Tensor q = lengths(cu_seqlens_q), k = lengths(cu_seqlens_k);
+    mxattn_plan* handle = nullptr;
+    detail::check(mxattn_plan_create(problem.handle(), &q, &k, &handle));
+    handle_.reset(handle);
+  }
+
+  const mxattn_plan* handle() const { return handle_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(mxattn_plan* plan) const { mxattn_plan_destroy(plan); }
+  };
+  std::unique_ptr<mxattn_plan, Destroy> handle_;
+};
 
 /// See mxattn_schedule_config for the meaning of every field.
 struct ScheduleConfig {

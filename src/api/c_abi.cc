@@ -11,6 +11,7 @@
 #include "api/dtype.h"
 #include "api/machine.h"
 #include "api/problem.h"
+#include "api/work_lists.h"
 #include "base/error.h"
 #include "recipe/registry.h"
 
@@ -95,6 +96,21 @@ const char* mxattn_problem_explain(const mxattn_problem* problem) {
 const char* mxattn_problem_backend(const mxattn_problem* problem) {
   return problem == nullptr ? "" : problem->problem.backend.entry->name;
 }
+
+// ---- work lists ------------------------------------------------------------------------------
+
+mxattn_status mxattn_plan_create(const mxattn_problem* problem, const mxattn_tensor* cu_seqlens_q,
+                                 const mxattn_tensor* cu_seqlens_k, mxattn_plan** plan) {
+  return guarded([&] {
+    require(plan != nullptr, "plan", "null", "an address");
+    *plan = nullptr;
+    *plan = new mxattn_plan{
+        make_work_lists(deref("problem", problem).problem, deref("cu_seqlens_q", cu_seqlens_q),
+                        cu_seqlens_k == nullptr ? mxattn_tensor{} : *cu_seqlens_k)};
+  });
+}
+
+void mxattn_plan_destroy(mxattn_plan* plan) { delete plan; }
 
 // ---- memory ----------------------------------------------------------------------------------
 

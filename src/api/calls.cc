@@ -1,11 +1,14 @@
 #include "api/calls.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "api/checks.h"
+#include "api/work_lists.h"
 #include "base/error.h"
 #include "pack/pack.h"
 #include "quantize/quantize.h"
@@ -18,30 +21,27 @@ using kernels::Bf16Bits;
 constexpr const char* kQueryShape = "(total_q, heads_q, head_dim)";
 constexpr const char* kKeyShape = "(total_k, heads_k, head_dim)";
 
-std::span<const std::int32_t> check_lengths(const char* name, const mxattn_tensor& tensor,
-                                            int num_documents, Regions& regions) {
-  check_contiguous(name, tensor, MXATTN_I32, {std::int64_t{num_documents} + 1},
-                   "(num_documents + 1)", Access::kRead, regions);
-  return {static_cast<const std::int32_t*>(tensor.data),
-          static_cast<std::size_t>(num_documents) + 1};
-}
-
 /// One call while it is being checked. Nothing is written before begin() has returned.
 class Checker {
  public:
   Checker(const Problem& problem, const mxattn_call& call) : problem_(problem), call_(call) {
     require(call.reserved == 0, "call.reserved", call.reserved, "0");
-    require(call.plan == nullptr, "call.plan", call.plan, "null");
     require(call.stream == nullptr, "call.stream", call.stream, "null on the CPU");
     check_state(problem.state, call.state, call.num_state);
+    if (call.plan != nullptr) {
+      take_lists(call.plan->lists);
+      return;
+    }
     const auto q =
         check_lengths("cu_seqlens_q", call.cu_seqlens_q, problem.num_documents, regions_);
     const auto k =
         call.cu_seqlens_k.data == nullptr
             ? q
             : check_lengths("cu_seqlens_k", call.cu_seqlens_k, problem.num_documents, regions_);
-    pack_ = make_pack(q, k, problem.total_q, problem.total_k);
+    own_pack_ = make_pack(q, k, problem.total_q, problem.total_k);
   }
+  Checker(const Checker&) = delete;
+  Checker& operator=(const Checker&) = delete;
 
   /// Announces the buffers of these operands (0: the row statistics) as read or written.
   void state(Access access, int operands, bool rows) {
@@ -72,7 +72,8 @@ class Checker {
   kernels::Problem begin() {
     regions_.check();
     kernels::Problem kernel = problem_.kernel;
-    kernel.pack = &pack_;
+    kernel.pack = &pack();
+    if (lists_ != nullptr and lists_->planned) kernel.plans = &lists_->plans;
     return kernel;
   }
 
@@ -87,14 +88,34 @@ class Checker {
   }
 
   State bind() const {
-    return bind_state(problem_.kernel, problem_.state, call_.state, pack_.q_slots, pack_.k_slots);
+    return bind_state(problem_.kernel, problem_.state, call_.state, pack().q_slots, pack().k_slots);
   }
 
  private:
+  const Pack& pack() const { return lists_ != nullptr ? lists_->pack : own_pack_; }
+
+  /// Lengths and work come from the plan; lengths that the call names too must be the same.
+  void take_lists(const WorkLists& lists) {
+    check_made_for(lists, problem_);
+    const auto same = [&](const char* name, const mxattn_tensor& tensor,
+                          const std::vector<std::int32_t>& planned) {
+      if (tensor.data == nullptr) return;
+      const auto given = check_lengths(name, tensor, problem_.num_documents, regions_);
+      const auto [here, there] = std::mismatch(given.begin(), given.end(), planned.begin());
+      if (here == given.end()) return;
+      require(false, detail::concat(name, "[", here - given.begin(), "]"), *here, *there,
+              ", as call.plan was made with");
+    };
+    same("cu_seqlens_q", call_.cu_seqlens_q, lists.cu_seqlens_q);
+    same("cu_seqlens_k", call_.cu_seqlens_k, lists.cu_seqlens_k);
+    lists_ = &lists;
+  }
+
   const Problem& problem_;
   const mxattn_call& call_;
   Regions regions_;
-  Pack pack_;
+  Pack own_pack_;
+  const WorkLists* lists_ = nullptr;
 };
 
 const char* operand_name(int operand) {

@@ -146,4 +146,12 @@ void check_contiguous(const char* name, const mxattn_tensor& tensor, int dtype,
                     static_cast<std::uint64_t>(elements) * dtype_bytes(dtype));
 }
 
+std::span<const std::int32_t> check_lengths(const char* name, const mxattn_tensor& tensor,
+                                            int num_documents, Regions& regions) {
+  check_contiguous(name, tensor, MXATTN_I32, {std::int64_t{num_documents} + 1},
+                   "(num_documents + 1)", Access::kRead, regions);
+  return {static_cast<const std::int32_t*>(tensor.data),
+          static_cast<std::size_t>(num_documents) + 1};
+}
+
 }  // namespace mxattn::api

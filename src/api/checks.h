@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,10 @@ void check_rows(const char* name, const mxattn_tensor& tensor, int dtype, std::i
 void check_contiguous(const char* name, const mxattn_tensor& tensor, int dtype,
                       std::initializer_list<std::int64_t> shape, const char* meaning, Access access,
                       Regions& regions);
+
+/// Checks cu_seqlens, a contiguous int32 tensor of num_documents + 1 entries, and returns them.
+std::span<const std::int32_t> check_lengths(const char* name, const mxattn_tensor& tensor,
+                                            int num_documents, Regions& regions);
 
 /// A view of a checked (tokens, heads, dim) tensor.
 template <class T>

@@ -238,7 +238,6 @@ TEST(ApiErrors, StateIsChecked) {
        "call.reserved = 1: expected 0"},
       {"stream", Which::kForward, [](Case& c) { c.forward.call.stream = &c; },
        "expected null on the CPU"},
-      {"plan", Which::kBackward, [](Case& c) { c.backward.call.plan = &c; }, "call.plan"},
   });
 }
 
