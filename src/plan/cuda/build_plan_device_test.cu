@@ -270,6 +270,23 @@ TEST_F(BuildPlan, BitEqualOfHardPacks) {
   }
 }
 
+TEST_F(BuildPlan, BitEqualOfKeysSoLongThatVisitsTakeFourDigits) {
+  const Lengths q{300, 500, 600, 300, 256, 40'000, 300};
+  const Lengths k{5, 9'000'000, 1'900'000'000, 0, 9'000'000, 100'000'000, 129};
+  const Offsets offsets = offsets_of(q, k, q.size());
+  for (const Mask& mask : kMasks) {
+    PlanSpec spec;
+    spec.tile = 192;
+    spec.heads_q = spec.heads_k = 2;
+    const BuildSpec build = build_of(offsets, mask, spec);
+    expect_built(build, offsets);
+    const std::uint32_t most = plan_of(build, offsets).costs[0];
+    if (mask == Mask{}) {
+      EXPECT_GE(most, 1u << 24);
+    }
+  }
+}
+
 /// A graph that holds `builds` builds one behind the other.
 class Graph {
  public:
