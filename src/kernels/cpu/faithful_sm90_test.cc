@@ -1,0 +1,231 @@
+// The fast backend with the H200's accumulator against the page restated element by element
+// (faithful_reference.h), bit for bit: O, LSE, mu, L, dQ, dK, dV.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/cpu/faithful.h"
+#include "kernels/cpu/faithful_reference.h"
+#include "quantize/quantize.h"
+#include "recipe/registry.h"
+#include "support/attention_case.h"
+#include "support/inputs.h"
+
+namespace mxattn::test {
+namespace {
+
+using kernels::faithful_backend;
+
+/// What the inputs of a comparison exercised: a test asserts that they are hard.
+struct Exercised {
+  int uneven_keys = 0;     // key tiles with more than one exponent of K or V
+  int uneven_queries = 0;  // query tiles with more than one exponent of Q
+  int spreads = 0;         // chunks whose scales are taken tile by tile
+};
+
+bool is_uneven(const std::vector<std::int8_t>& exponents, int tile) {
+  const int end = std::min<int>(static_cast<int>(exponents.size()), tile * 128 + 128);
+  for (int t = tile * 128; t < end; ++t) {
+    if (exponents[t] != exponents[tile * 128]) return true;
+  }
+  return false;
+}
+
+/// Bits of a BF16 value, one pattern for every NaN and both zeros.
+int plain_bits(std::uint16_t bits) {
+  if ((bits & 0x7fff) > 0x7f80) return 0x7fff;
+  return (bits & 0x7fff) == 0 ? 0 : bits;
+}
+
+void expect_row(const char* what, const std::uint16_t* got, const std::vector<float>& want,
+                int token) {
+  for (std::size_t c = 0; c < want.size(); ++c) {
+    ASSERT_EQ(plain_bits(got[c]), plain_bits(float_to_bf16(want[c])))
+        << what << " of token " << token << ", channel " << c << ": " << bf16_to_float(got[c])
+        << " against " << want[c];
+  }
+}
+
+std::vector<float> finished(std::vector<float> sum, float scale, bool rotated) {
+  for (float& x : sum) x = mul_rn(x, scale);
+  const int dim = static_cast<int>(sum.size());
+  if (rotated) rotate_rows(sum.data(), 1, dim, dim, 1);
+  return sum;
+}
+
+/// Runs the case and compares all it wrote.
+Exercised expect_reference(const AttentionCase& test) {
+  const CaseSpec& spec = test.spec();
+  const Pack& pack = test.pack();
+  const kernels::Problem problem = test.problem();
+  const Result got = test.run(faithful_backend());
+  const auto view = [&](const Bf16Vector& x, std::int64_t tokens, int heads) {
+    return TensorView<const std::uint16_t>{
+        x.data(), tokens, heads, spec.dim, std::int64_t{heads} * spec.dim, spec.dim};
+  };
+  const auto q_view = view(test.q, pack.total_q, spec.heads_q);
+  OwnedOperand q(spec.recipe, spec.heads_q, pack.q_slots, spec.dim),
+      k(spec.recipe, spec.heads_k, pack.k_slots, spec.dim),
+      v(spec.recipe, spec.heads_k, pack.k_slots, spec.dim),
+      g(spec.recipe, spec.heads_q, pack.q_slots, spec.dim);
+  quantize(spec.recipe, Role::kQ, q_view, pack, problem.rotate, 1, q.operand());
+  quantize(spec.recipe, Role::kK, view(test.k, pack.total_k, spec.heads_k), pack, problem.rotate, 1,
+           k.operand());
+  quantize(spec.recipe, Role::kV, view(test.v, pack.total_k, spec.heads_k), pack, problem.rotate, 1,
+           v.operand());
+  const auto rows = static_cast<std::size_t>(pack.q_slots * spec.heads_q);
+  std::vector<std::int8_t> output_norms(rows);
+  std::vector<float> delta(rows);
+  prepare_gradient(spec.recipe, spec.mask, view(got.out, pack.total_q, spec.heads_q),
+                   view(test.dout, pack.total_q, spec.heads_q), got.row_sum.data(), pack, 1,
+                   {.g = g.operand(), .output_norms = output_norms.data(), .delta = delta.data()});
+
+  Exercised exercised;
+  const int group = spec.heads_q / spec.heads_k;
+  const bool rotated = is_rotated(Role::kQ, spec.dim, problem.rotate);
+  for (const Document& document : pack.documents) {
+    std::vector<std::vector<float>> dk, dv;
+    for (int head = 0; head < spec.heads_q; ++head) {
+      if (head % group == 0) {
+        dk.assign(document.k_len, std::vector<float>(spec.dim, 0.0f));
+        dv = dk;
+      }
+      ReferenceHead x;
+      x.recipe = spec.recipe;
+      x.mask = spec.mask;
+      x.scale = stages::score_scale(spec.softmax_scale);
+      x.q_len = document.q_len;
+      x.k_len = document.k_len;
+      x.dim = spec.dim;
+      x.q = ReferenceHead::rows_of(q.operand(), head, document.q_slot, document.q_len);
+      x.g = ReferenceHead::rows_of(g.operand(), head, document.q_slot, document.q_len);
+      x.k = ReferenceHead::rows_of(k.operand(), head / group, document.k_slot, document.k_len);
+      x.v = ReferenceHead::rows_of(v.operand(), head / group, document.k_slot, document.k_len);
+      const std::int64_t slot = head * pack.q_slots + document.q_slot;
+      const std::int64_t row = head * pack.total_q + document.q_token;
+      x.output_norm.assign(output_norms.begin() + slot, output_norms.begin() + slot + x.q_len);
+      x.delta.assign(delta.begin() + slot, delta.begin() + slot + x.q_len);
+      x.mu.assign(got.row_reference.begin() + row, got.row_reference.begin() + row + x.q_len);
+
+      for (int i = 0; i < x.q_len; ++i) {
+        const std::size_t at = test.q_at(document.q_token + i, head);
+        const ReferenceForward f(x, i);
+        std::vector<float> o(spec.dim, 0.0f);
+        const bool keyless = x.keys_of(i).empty();
+        for (int c = 0; c < spec.dim and not keyless; ++c) o[c] = div_rn(f.o[c], f.l);
+        expect_row("O", &got.out[at], o, i);
+        if (not keyless) {
+          const float mu = std::ceil(f.m);
+          EXPECT_EQ(got.row_reference[row + i], static_cast<int>(mu)) << i;
+          EXPECT_EQ(got.row_sum[row + i], mul_rn(f.l, Fp32Ops::exp2(f.m - mu))) << i;
+          EXPECT_EQ(got.lse[row + i], stages::log_sum_exp<Fp32Ops>(f.m, f.l)) << i;
+        }
+        expect_row("dQ", &got.dq[at], finished(reference_dq(x, i), spec.softmax_scale, rotated), i);
+        if (testing::Test::HasFailure()) return exercised;
+      }
+
+      const ReferenceScales scales(x);
+      exercised.spreads += scales.spreads;
+      for (int j = 0; j < x.k_len; ++j) {
+        reference_dkv(x, scales, j, dk[j], dv[j]);
+        if (head % group != group - 1) continue;
+        const std::size_t at = test.k_at(document.k_token + j, head / group);
+        expect_row("dV", &got.dv[at], dv[j], j);
+        expect_row("dK", &got.dk[at], finished(dk[j], spec.softmax_scale, rotated), j);
+        if (testing::Test::HasFailure()) return exercised;
+      }
+      for (int t = 0; t * 128 < x.k_len; ++t) {
+        exercised.uneven_keys += is_uneven(x.k.exponent, t) or is_uneven(x.v.exponent, t);
+      }
+      for (int t = 0; t * 128 < x.q_len; ++t)
+        exercised.uneven_queries += is_uneven(x.q.exponent, t);
+    }
+  }
+  return exercised;
+}
+
+CaseSpec sm90(CaseSpec spec) {
+  spec.sm90_accumulator = true;
+  return spec;
+}
+
+/// Rows that grow now and then by powers of two: running exponents step up inside tiles.
+void grow(Bf16Vector& x, std::size_t width, std::uint64_t seed, int every) {
+  Normal random(seed);
+  double factor = 1;
+  for (std::size_t i = 0; i + width <= x.size(); i += width) {
+    if (random.below(every) == 0) factor *= std::ldexp(1.0, 1 + random.below(4));
+    if (factor > 0x1p12) factor = 1;
+    multiply(x, i, width, factor);
+  }
+}
+
+TEST(FaithfulSm90, BitEqualOverChunks) {
+  AttentionCase test(sm90({.recipe = recipes::fp8, .q_lens = {600}, .dim = 32}));
+  fill_normal(test, 1);
+  expect_reference(test);
+}
+
+TEST(FaithfulSm90, BitEqualWithUnevenExponents) {
+  AttentionCase test(sm90({.recipe = recipes::fp8, .q_lens = {33, 0, 300}, .dim = 40}));
+  fill_normal(test, 2);
+  for (Bf16Vector* x : {&test.q, &test.k, &test.v}) grow(*x, 40, 3 + (x == &test.k), 40);
+  const Exercised exercised = expect_reference(test);
+  EXPECT_GE(exercised.uneven_keys, 2);
+  EXPECT_GE(exercised.uneven_queries, 2);
+}
+
+TEST(FaithfulSm90, BitEqualOverPromotions) {
+  // 1100 queries: dV is promoted before steps 7, and dK before 15; dQ of rows 0-63 before tile 7.
+  AttentionCase test(sm90({.recipe = recipes::fp8, .q_lens = {1100}, .dim = 16}));
+  fill_normal(test, 4);
+  expect_reference(test);
+}
+
+TEST(FaithfulSm90, BitEqualWhereChunksSpread) {
+  AttentionCase test(sm90({.recipe = recipes::fp8, .q_lens = {700}, .dim = 16}));
+  fill_normal(test, 5);
+  for (int tile = 0; tile < 6; ++tile) {
+    const double factor = tile == 2 ? 0.0 : std::ldexp(1.0, -9 * (tile % 3));
+    const std::size_t rows = tile == 5 ? 60 : 128;
+    multiply(test.dout, test.q_at(tile * 128), rows * 16, factor);
+  }
+  EXPECT_GE(expect_reference(test).spreads, 2);
+}
+
+TEST(FaithfulSm90, BitEqualOverMasksAndLengths) {
+  const Mask masks[] = {{},
+                        {.causal = true},
+                        {.causal = true, .window_left = 50},
+                        {.window_left = 140, .window_right = 20}};
+  for (const Mask& mask : masks) {
+    AttentionCase test(sm90({.recipe = recipes::fp8,
+                             .q_lens = {140, 70},
+                             .k_lens = {200, 33},
+                             .heads_q = 2,
+                             .heads_k = 1,
+                             .dim = 16,
+                             .mask = mask}));
+    fill_normal(test, 6);
+    grow(test.v, 16, 7, 50);
+    expect_reference(test);
+  }
+}
+
+TEST(FaithfulSm90, BitEqualOverRecipes) {
+  for (const Recipe& recipe : {recipes::mxfp8, recipes::mxfp8_token, recipes::mxfp8_floor,
+                               recipes::fp8_ds_row, recipes::fp8_integer_ref}) {
+    SCOPED_TRACE(info_of(recipe).name);
+    AttentionCase test(sm90({.recipe = recipe, .q_lens = {210}, .dim = 32}));
+    fill_normal(test, 8);
+    for (Bf16Vector* x : {&test.q, &test.k, &test.v}) grow(*x, 32, 9, 40);
+    const Exercised exercised = expect_reference(test);
+    EXPECT_GE(exercised.uneven_keys, 1);
+    EXPECT_GE(exercised.uneven_queries, 1);
+  }
+}
+
+}  // namespace
+}  // namespace mxattn::test
