@@ -1,5 +1,5 @@
 // The fast backend with the H200's accumulator against the page restated element by element
-// (faithful_reference.h), bit for bit: O, LSE, mu, L, dQ, dK, dV.
+// (support/faithful_reference.h), bit for bit: O, LSE, mu, L, dQ, dK, dV.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "kernels/cpu/faithful.h"
-#include "kernels/cpu/faithful_reference.h"
 #include "quantize/quantize.h"
 #include "recipe/registry.h"
 #include "support/attention_case.h"
+#include "support/faithful_reference.h"
 #include "support/inputs.h"
 
 namespace mxattn::test {
