@@ -34,7 +34,7 @@ struct Tile {
     source.load(first, count, rows.data());
     source.load_transposed(first, count, columns.data());
   }
-  const double* row(int n) const { return &rows[static_cast<std::size_t>(n * dim)]; }
+  const double* row(int n) const { return rows.data() + n * dim; }
 
   int dim;
   std::vector<double> rows;     // (kTile, dim)
@@ -119,7 +119,7 @@ class Block {
   }
 
  private:
-  static std::size_t at(int m, int k) { return static_cast<std::size_t>(m * kTile + k); }
+  static std::size_t at(int m, int k) { return static_cast<std::size_t>(m) * kTile + k; }
   Range step_range(int m, int step, int size) const {
     return {std::max(range_[m].begin, step * size), std::min(range_[m].end, (step + 1) * size)};
   }

@@ -93,8 +93,7 @@ class ForwardItem {
     const int dim = problem_.dim;
     const Exponent eq = q_.exponent(first_ + i);
     std::fill(s_.score + range.begin, s_.score + range.end, 0.0);
-    multiply_add(s_.score, &s_.q[static_cast<std::size_t>(i * dim)], s_.k.data(), kTile, {0, dim},
-                 range);
+    multiply_add(s_.score, s_.q.data() + i * dim, s_.k.data(), kTile, {0, dim}, range);
     double tile_max = kMinusInfinity;
     for (int j = range.begin; j < range.end; ++j) {
       s_.factor[j] = scale_.factor(eq, k_.exponent(first + j));
@@ -124,7 +123,7 @@ class ForwardItem {
     std::fill(s_.partial.begin(), s_.partial.end(), 0.0);
     multiply_add(s_.partial.data(), s_.weight, s_.v.data(), dim, range, {0, dim});
     const double to_out = stages::factor(c - p_scale_.shift) / p_scale_.multiplier * v_.scale();
-    double* out = &s_.out[static_cast<std::size_t>(i * dim)];
+    double* out = s_.out.data() + i * dim;
     for (int n = 0; n < dim; ++n) {
       out[n] = stages::update_output<Fp64Ops>(out[n], alpha, s_.partial[n], to_out);
     }
@@ -151,8 +150,9 @@ class ForwardItem {
       return;
     }
     const double m = s_.m[i], l = s_.l[i];
+    const double* sum = s_.out.data() + i * dim;
     for (int c = 0; c < dim; ++c) {
-      double o = s_.out[static_cast<std::size_t>(i * dim + c)] / l;
+      double o = sum[c] / l;
       if (recipe_.output == Element::kE4m3) o = round_e4m3(o / v_.scale()) * v_.scale();
       out[c] = double_to_bf16(o);
     }

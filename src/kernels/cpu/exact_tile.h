@@ -1,8 +1,7 @@
 // What the passes of the oracle share: rows of a tensor as doubles, products of tiles, items.
 #pragma once
 
-#include <omp.h>
-
+#include <atomic>
 #include <cstdint>
 
 #include "kernels/cpu/fp64_ops.h"
@@ -109,9 +108,12 @@ void for_each_item(const Problem& problem, plan::Pass pass, Work work) {
   const plan::Plan plan = plan::make_plan(*problem.pack, problem.mask, spec);
   const auto count = static_cast<std::int64_t>(plan.items.size());
   [[maybe_unused]] const int threads = num_threads(problem);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (std::int64_t n = 0; n < count; ++n) {
-    work(omp_get_thread_num(), plan.items[static_cast<std::size_t>(n)]);
+  std::atomic<int> arrived = 0;
+#pragma omp parallel num_threads(threads)
+  {
+    const int thread = arrived.fetch_add(1);
+#pragma omp for schedule(dynamic, 1)
+    for (std::int64_t n = 0; n < count; ++n) work(thread, plan.items[static_cast<std::size_t>(n)]);
   }
 }
 
