@@ -22,7 +22,7 @@ struct Spread {
     low = std::min(low, e.value);
     high = std::max(high, e.value);
   }
-  bool wide() const { return high - low > stages::kChunkSpread; }
+  bool wide() const { return low < high and high - low > stages::kChunkSpread; }
 };
 
 }  // namespace
