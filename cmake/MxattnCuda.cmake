@@ -3,7 +3,10 @@
 #
 # mxattn_cuda_test(NAME <room> SOURCES ... [DEPENDS <rooms> ...]) makes mxattn_<room>_device_test, a
 # GoogleTest program that needs no shared library of ours and none of the toolkit's: it can be
-# copied to a machine that has a driver and nothing else. Without CUDA it makes nothing.
+# copied to a machine that has a driver and nothing else but the libraries that it finds beside
+# itself. Without CUDA it makes nothing.
+#
+# What ptxas says of every kernel is kept beside its object file: tools/check_cuda_build reads it.
 
 set(MXATTN_CUDA AUTO CACHE STRING "Build device code: AUTO (if nvcc is found), ON or OFF")
 set_property(CACHE MXATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -30,6 +33,10 @@ elseif(MXATTN_CUDA)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     set(CMAKE_CUDA_EXTENSIONS OFF)
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+    find_package(Python3 3.10 REQUIRED COMPONENTS Interpreter)
+    set(CMAKE_CUDA_COMPILER_LAUNCHER
+        ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/check_cuda_build --keep
+        ${CMAKE_CUDA_COMPILER_LAUNCHER})
     set(MXATTN_HAS_CUDA TRUE)
   elseif(MXATTN_CUDA STREQUAL "AUTO")
     message(STATUS "CUDA: off, no nvcc found")
@@ -55,5 +62,6 @@ function(mxattn_cuda_test)
   foreach(room IN LISTS ROOM_DEPENDS)
     target_link_libraries(${target} PRIVATE mxattn_${room})
   endforeach()
+  set_target_properties(${target} PROPERTIES BUILD_RPATH "$ORIGIN")
   add_test(NAME ${ROOM_NAME}_device COMMAND ${target})
 endfunction()

@@ -15,7 +15,7 @@ add_library(mxattn_options INTERFACE)
 # Headers of the toolkit have parameters that nobody uses.
 target_compile_options(mxattn_options INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
-  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false
+  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --fmad=false -Xptxas=-v
                              -Xcompiler=-Wall,-Wextra,-Wno-unused-parameter,-ffp-contract=off>)
 if(MXATTN_WERROR)
   target_compile_options(mxattn_options INTERFACE
