@@ -218,10 +218,12 @@ void quantize(const Recipe& recipe, const QuantizeArgs& args, cudaStream_t strea
     quantize_kernel<false><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, tiles);
   }
   MXATTN_CUDA_CHECK(cudaGetLastError());
-  if (args.running_norms != nullptr) {
-    running_norms_kernel<<<dim3(args.num_documents, args.out.heads), 256, 0, stream>>>(args);
-    MXATTN_CUDA_CHECK(cudaGetLastError());
-  }
+  if (args.running_norms != nullptr) make_running_norms(args, stream);
+}
+
+void make_running_norms(const QuantizeArgs& args, cudaStream_t stream) {
+  running_norms_kernel<<<dim3(args.num_documents, args.out.heads), 256, 0, stream>>>(args);
+  MXATTN_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace mxattn::cuda

@@ -32,6 +32,12 @@ std::int64_t quantize_scratch_words(int heads, std::int64_t slots);
 /// Q, K or V. ScaleGroup::kRunning and kToken.
 void quantize(const Recipe& recipe, const QuantizeArgs& args, cudaStream_t stream);
 
+/// Only args.running_norms, from the norms of an operand that is there already.
+void make_running_norms(const QuantizeArgs& args, cudaStream_t stream);
+
+/// The copy of an operand's codes that QuantizeArgs::transposed describes, from the codes.
+void transpose_codes(const Operand& operand, std::uint8_t* transposed, cudaStream_t stream);
+
 /// dO: g = dO / L with its own exponent a token, norms of g and O, and D.
 struct GradientArgs {
   TensorView<const std::uint16_t> dout, out;   // BF16 (total_q, heads_q, 128)
