@@ -1,0 +1,339 @@
+#include "kernels/sm90/attention.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/error.h"
+#include "kernels/sm90/launch.h"
+#include "kernels/sm90/outside.h"
+#include "kernels/sm90/workspace.h"
+#include "quantize/quantize.h"
+#include "recipe/registry.h"
+#include "recipe/stages.h"
+#include "tile/tensor_map.h"
+
+namespace mxattn::kernels::sm90 {
+namespace {
+
+using plan::Pass;
+
+constexpr int kDim = 128;
+// Heads are the y dimension of grids.
+constexpr int kMaxHeads = 65535;
+// Kernels count slots, tiles and tokens in 32 bits; a tile may reach past the last slot.
+constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max() - 1024;
+
+cudaStream_t stream_of(const DeviceCall& call) { return static_cast<cudaStream_t>(call.stream); }
+
+// ---- what can run -----------------------------------------------------------------------------
+
+std::string supports(const DeviceProblem& device) {
+  const Problem& problem = device.problem;
+  if (device.compute_capability != 90) {
+    return detail::concat("the kernels are for compute capability 9.0, the device has ",
+                          device.compute_capability / 10, ".", device.compute_capability % 10);
+  }
+  if (problem.recipe != recipes::fp8) return "the kernels run recipe fp8 only";
+  if (problem.dim != kDim) {
+    return detail::concat("head_dim = ", problem.dim, ": the kernels take ", kDim);
+  }
+  if (problem.heads_q > kMaxHeads) {
+    return detail::concat("heads_q = ", problem.heads_q, ": the kernels take up to ", kMaxHeads);
+  }
+  const std::int64_t slots = std::max(device.q_slots(), device.k_slots());
+  const std::int64_t tiles = (slots / stages::kQueryTile + device.num_documents + 1);
+  if (slots > kMaxCount or tiles > kMaxCount / problem.heads_q) {
+    return detail::concat("total_q = ", device.total_q, ", total_k = ", device.total_k, " with ",
+                          problem.heads_q, " heads: the kernels count 2^31 slots and items");
+  }
+  return {};
+}
+
+// ---- memory -----------------------------------------------------------------------------------
+
+struct ListsWorkspace {
+  std::uint8_t* scratch;
+  ListsWorkspace(Carver& carver, const DeviceProblem& problem)
+      : scratch(carver.take<std::uint8_t>(list_scratch_bytes(problem))) {}
+};
+
+std::int64_t workspace_bytes(const DeviceProblem& problem) {
+  return std::max({bytes_of<ForwardWorkspace>(problem), bytes_of<BackwardWorkspace>(problem),
+                   bytes_of<ListsWorkspace>(problem)});
+}
+
+std::int64_t lists_bytes(const DeviceProblem& problem) {
+  Carver carver(nullptr);
+  carve_lists(carver, problem);
+  return carver.bytes();
+}
+
+// ---- lists ------------------------------------------------------------------------------------
+
+void build(const DeviceProblem& problem, const DeviceCall& call, Pass pass, const DeviceList& list,
+           void* scratch) {
+  plan::cuda::build_plan(list_spec(problem, pass), call.cu_seqlens_q, call.cu_seqlens_k,
+                         list.items, list.num_items, scratch, stream_of(call));
+}
+
+DeviceLists make_lists(const DeviceProblem& problem, const DeviceCall& call, void* memory) {
+  Carver workspace(call.workspace);
+  const ListsWorkspace own(workspace, problem);
+  Carver carver(memory);
+  const DeviceLists lists = carve_lists(carver, problem);
+  build(problem, call, Pass::kForward, lists.forward, own.scratch);
+  build(problem, call, Pass::kDq, lists.dq, own.scratch);
+  build(problem, call, Pass::kDkv, lists.dkv, own.scratch);
+  return lists;
+}
+
+// ---- quantiser --------------------------------------------------------------------------------
+
+void quantize(const DeviceProblem& problem, const DeviceCall& call, Role role,
+              const TensorView<const Bf16Bits>& x, const Operand& out,
+              const QuantizeWorkspace& workspace, std::uint8_t* transposed) {
+  cuda::QuantizeArgs args;
+  args.x = x;
+  args.cu_seqlens = is_query_role(role) ? call.cu_seqlens_q : call.cu_seqlens_k;
+  args.num_documents = problem.num_documents;
+  args.rotate = is_rotated(role, problem.problem.dim, problem.problem.rotate);
+  args.out = out;
+  args.transposed = transposed;
+  args.scratch = workspace.look_back;
+  cuda::quantize(problem.problem.recipe, args, stream_of(call));
+}
+
+void quantize_alone(const DeviceProblem& problem, const DeviceCall& call, Role role,
+                    const TensorView<const Bf16Bits>& x, const Operand& out) {
+  Carver carver(call.workspace);
+  const QuantizeWorkspace workspace(carver, problem);
+  quantize(problem, call, role, x, out, workspace, nullptr);
+}
+
+// ---- tensor maps ------------------------------------------------------------------------------
+
+/// Codes (heads, slots, d) in boxes of `box` rows.
+CUtensorMap rows_map(const std::uint8_t* codes, int heads, std::int64_t slots, int box) {
+  return tile::make_byte_tensor_map(codes, kDim, slots, heads, kDim, slots * kDim, kDim, box,
+                                    tile::Swizzle::k128);
+}
+
+/// Transposed codes (heads, d, slots) in boxes of d x `box`.
+CUtensorMap columns_map(const std::uint8_t* codes, int heads, std::int64_t slots, int box) {
+  return tile::make_byte_tensor_map(
+      codes, slots, kDim, heads, slots, slots * kDim, box, kDim,
+      box == tile::row_bytes(tile::Swizzle::k128) ? tile::Swizzle::k128 : tile::Swizzle::k64);
+}
+
+// ---- forward ----------------------------------------------------------------------------------
+
+void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardArgs& args,
+             Quantised quantised) {
+  const Problem& problem = device.problem;
+  const State& state = args.state;
+  const cudaStream_t stream = stream_of(call);
+  Carver carver(call.workspace);
+  const ForwardWorkspace workspace(carver, device);
+
+  if (not quantised.q) {
+    quantize(device, call, Role::kQ, args.q, state.q, workspace.quantize, nullptr);
+  }
+  if (not quantised.k) {
+    quantize(device, call, Role::kK, args.k, state.k, workspace.quantize, nullptr);
+  }
+  if (quantised.v) {
+    cuda::transpose_codes(state.v, workspace.v_transposed, stream);
+  } else {
+    quantize(device, call, Role::kV, args.v, state.v, workspace.quantize, workspace.v_transposed);
+  }
+  DeviceList list = workspace.list;
+  if (call.lists != nullptr) {
+    list = call.lists->forward;
+  } else {
+    build(device, call, Pass::kForward, list, workspace.list_scratch);
+  }
+
+  using Config = ForwardConfig<kDim, recipes::fp8>;
+  ForwardParams params;
+  params.q = rows_map(state.q.codes, problem.heads_q, state.q.slots, Config::kRows);
+  params.k = rows_map(state.k.codes, problem.heads_k, state.k.slots, stages::kKeyTile);
+  params.v = columns_map(workspace.v_transposed, problem.heads_k, state.v.slots, stages::kKeyTile);
+  params.items = list.items;
+  params.num_items = list.num_items;
+  params.next_item = workspace.next_item;
+  params.cu_seqlens_q = call.cu_seqlens_q;
+  params.cu_seqlens_k = call.cu_seqlens_k;
+  params.q_exponents = state.q.exponents;
+  params.k_exponents = state.k.exponents;
+  params.v_exponents = state.v.exponents;
+  params.q_slots = state.q.slots;
+  params.k_slots = state.k.slots;
+  params.out = args.out;
+  params.lse = args.lse;
+  params.row_reference = state.row_reference;
+  params.row_sum = state.row_sum;
+  params.total_q = device.total_q;
+  params.heads_k = problem.heads_k;
+  params.queries_per_key_head = problem.heads_q / problem.heads_k;
+  params.mask = problem.mask;
+  params.score_scale = stages::score_scale(problem.softmax_scale);
+  launch_forward<Config>(params, device.multiprocessors, stream);
+
+  OutsideArgs outside;
+  outside.end = call.cu_seqlens_q + device.num_documents;
+  outside.tensors[0] = args.out;
+  outside.lse = args.lse;
+  outside.row_reference = state.row_reference;
+  outside.row_sum = state.row_sum;
+  outside.total = device.total_q;
+  outside.heads = problem.heads_q;
+  fill_outside(outside, device.multiprocessors, stream);
+}
+
+// ---- backward ---------------------------------------------------------------------------------
+
+/// What both passes read that forward and preparation have not left in the state.
+void prepare(const DeviceProblem& device, const DeviceCall& call, const BackwardArgs& args,
+             const BackwardWorkspace& workspace) {
+  const cudaStream_t stream = stream_of(call);
+  const State& state = args.state;
+  cuda::transpose_codes(state.q, workspace.q_transposed, stream);
+  cuda::transpose_codes(state.k, workspace.k_transposed, stream);
+
+  cuda::QuantizeArgs norms;
+  norms.cu_seqlens = call.cu_seqlens_k;
+  norms.num_documents = device.num_documents;
+  norms.out = state.v;
+  norms.running_norms = workspace.v_running_norms;
+  cuda::make_running_norms(norms, stream);
+
+  cuda::GradientArgs gradient;
+  gradient.dout = args.dout;
+  gradient.out = args.out;
+  gradient.row_sum = state.row_sum;
+  gradient.lse = args.lse;
+  gradient.cu_seqlens = call.cu_seqlens_q;
+  gradient.num_documents = device.num_documents;
+  gradient.g = workspace.g;
+  gradient.transposed = workspace.g_transposed;
+  gradient.output_norms = workspace.output_norms;
+  gradient.delta = workspace.delta;
+  gradient.live = workspace.live;
+  cuda::prepare_gradient(device.problem.recipe, gradient, stream);
+
+  cuda::ScalesArgs scales;
+  scales.q_exponents = state.q.exponents;
+  scales.g_exponents = workspace.g.exponents;
+  scales.g_norms = workspace.g.norms;
+  scales.output_norms = workspace.output_norms;
+  scales.live = workspace.live;
+  scales.cu_seqlens = call.cu_seqlens_q;
+  scales.num_documents = device.num_documents;
+  scales.heads = device.problem.heads_q;
+  scales.slots = state.q.slots;
+  scales.scales = workspace.tile_scales;
+  cuda::make_tile_scales(scales, stream);
+}
+
+/// Parameters of a pass that reads `query_box` rows of Q and g at a time.
+BackwardParams params_of(const DeviceProblem& device, const DeviceCall& call,
+                         const BackwardArgs& args, const BackwardWorkspace& workspace,
+                         const DeviceList& list, int query_box) {
+  const Problem& problem = device.problem;
+  const State& state = args.state;
+  const std::int64_t q_slots = state.q.slots;
+  const std::int64_t k_slots = state.k.slots;
+  BackwardParams params;
+  params.q = rows_map(state.q.codes, problem.heads_q, q_slots, query_box);
+  params.g = rows_map(workspace.g.codes, problem.heads_q, q_slots, query_box);
+  params.k = rows_map(state.k.codes, problem.heads_k, k_slots, stages::kKeyTile);
+  params.v = rows_map(state.v.codes, problem.heads_k, k_slots, stages::kKeyTile);
+  params.q_transposed =
+      columns_map(workspace.q_transposed, problem.heads_q, q_slots, stages::kQueryStep);
+  params.g_transposed =
+      columns_map(workspace.g_transposed, problem.heads_q, q_slots, stages::kQueryStep);
+  params.k_transposed =
+      columns_map(workspace.k_transposed, problem.heads_k, k_slots, stages::kKeyTile);
+  params.items = list.items;
+  params.num_items = list.num_items;
+  params.next_item = workspace.next_item;
+  params.cu_seqlens_q = call.cu_seqlens_q;
+  params.cu_seqlens_k = call.cu_seqlens_k;
+  params.q_exponents = state.q.exponents;
+  params.k_exponents = state.k.exponents;
+  params.v_exponents = state.v.exponents;
+  params.g_exponents = workspace.g.exponents;
+  params.g_norms = workspace.g.norms;
+  params.o_norms = workspace.output_norms;
+  params.v_norms = state.v.norms;
+  params.v_running_norms = workspace.v_running_norms;
+  params.delta = workspace.delta;
+  params.tile_scales = workspace.tile_scales;
+  params.row_reference = state.row_reference;
+  params.q_slots = q_slots;
+  params.k_slots = k_slots;
+  params.total_q = device.total_q;
+  params.dq = args.dq;
+  params.dk = args.dk;
+  params.dv = args.dv;
+  params.sums = workspace.sums;
+  params.heads_k = problem.heads_k;
+  params.queries_per_key_head = problem.heads_q / problem.heads_k;
+  params.mask = problem.mask;
+  params.score_scale = stages::score_scale(problem.softmax_scale);
+  params.softmax_scale = problem.softmax_scale;
+  params.rotate = problem.rotate;
+  return params;
+}
+
+void backward(const DeviceProblem& device, const DeviceCall& call, const BackwardArgs& args) {
+  const cudaStream_t stream = stream_of(call);
+  Carver carver(call.workspace);
+  const BackwardWorkspace workspace(carver, device);
+  prepare(device, call, args, workspace);
+  DeviceList dkv_list = workspace.dkv_list;
+  DeviceList dq_list = workspace.dq_list;
+  if (call.lists != nullptr) {
+    dkv_list = call.lists->dkv;
+    dq_list = call.lists->dq;
+  } else {
+    build(device, call, Pass::kDkv, dkv_list, workspace.list_scratch);
+    build(device, call, Pass::kDq, dq_list, workspace.list_scratch);
+  }
+  launch_backward_dkv(params_of(device, call, args, workspace, dkv_list, stages::kQueryStep),
+                      device.multiprocessors, stream);
+  launch_backward_dq(params_of(device, call, args, workspace, dq_list, stages::kQueryTile),
+                     device.multiprocessors, stream);
+
+  OutsideArgs queries;
+  queries.end = call.cu_seqlens_q + device.num_documents;
+  queries.tensors[0] = args.dq;
+  fill_outside(queries, device.multiprocessors, stream);
+  OutsideArgs keys;
+  keys.end = call.cu_seqlens_k + device.num_documents;
+  keys.tensors[0] = args.dk;
+  keys.tensors[1] = args.dv;
+  fill_outside(keys, device.multiprocessors, stream);
+}
+
+}  // namespace
+
+const DeviceBackend& backend() {
+  static constexpr DeviceBackend kBackend{
+      .name = "sm90",
+      .engine = "FP8 matrix instructions of Hopper",
+      .supports = supports,
+      .workspace_bytes = workspace_bytes,
+      .lists_bytes = lists_bytes,
+      .make_lists = make_lists,
+      .quantize = quantize_alone,
+      .forward = forward,
+      .backward = backward,
+  };
+  return kBackend;
+}
+
+}  // namespace mxattn::kernels::sm90

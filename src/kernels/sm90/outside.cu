@@ -1,0 +1,49 @@
+#include "base/cuda_check.h"
+#include "base/numeric.h"
+#include "kernels/sm90/outside.h"
+
+namespace mxattn::kernels::sm90 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPiece = 8;  // BF16 elements of a 16-byte store
+
+__global__ void __launch_bounds__(kThreads) outside_kernel(const OutsideArgs args) {
+  const std::int64_t begin = *args.end;
+  const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const std::int64_t threads = std::int64_t{gridDim.x} * kThreads;
+  for (const TensorView<std::uint16_t>& x : args.tensors) {
+    if (x.data == nullptr) continue;
+    const bool aligned = reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 and
+                         x.token_stride % kPiece == 0 and x.head_stride % kPiece == 0;
+    const int pieces = x.dim / kPiece;
+    const std::int64_t count = (x.tokens - begin) * x.heads * pieces;
+    for (std::int64_t i = thread; i < count; i += threads) {
+      const std::int64_t row = i / pieces;
+      std::uint16_t* to = x.row(begin + row / x.heads, static_cast<int>(row % x.heads)) +
+                          i % pieces * kPiece;
+      if (aligned) {
+        *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
+      } else {
+        for (int e = 0; e < kPiece; ++e) to[e] = 0;
+      }
+    }
+  }
+  if (args.lse == nullptr) return;
+  const std::int64_t rows = args.total - begin;
+  for (std::int64_t i = thread; i < rows * args.heads; i += threads) {
+    const std::int64_t at = i / rows * args.total + begin + i % rows;
+    args.lse[at] = -kInfinity;
+    args.row_reference[at] = 0;
+    args.row_sum[at] = 1.0f;
+  }
+}
+
+}  // namespace
+
+void fill_outside(const OutsideArgs& args, int num_ctas, cudaStream_t stream) {
+  outside_kernel<<<num_ctas, kThreads, 0, stream>>>(args);
+  MXATTN_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace mxattn::kernels::sm90

@@ -1,0 +1,84 @@
+// Where everything lies in the workspace of a call: sizes follow from totals, heads and the number
+// of documents alone.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/device.h"
+#include "plan/cuda/build_plan.h"
+#include "quantize/cuda/quantize.h"
+
+namespace mxattn::kernels::sm90 {
+
+/// Hands out pieces of a block, each aligned for the copy engine. Without a block it counts bytes.
+class Carver {
+ public:
+  explicit Carver(void* block) : base_(reinterpret_cast<std::uintptr_t>(block)) {}
+
+  template <class T>
+  T* take(std::int64_t count) {
+    const std::uintptr_t at = base_ + static_cast<std::uintptr_t>(bytes_);
+    const std::int64_t size = count * static_cast<std::int64_t>(sizeof(T));
+    bytes_ += (size + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return base_ == 0 ? nullptr : reinterpret_cast<T*>(at);
+  }
+  std::int64_t bytes() const { return bytes_; }
+
+ private:
+  std::uintptr_t base_;
+  std::int64_t bytes_ = 0;
+};
+
+/// What the builder of a pass's list is told. All passes work in items of 128 positions.
+plan::cuda::BuildSpec list_spec(const DeviceProblem& problem, plan::Pass pass);
+
+/// Takes the memory of a list.
+DeviceList carve_list(Carver& carver, const DeviceProblem& problem, plan::Pass pass);
+DeviceLists carve_lists(Carver& carver, const DeviceProblem& problem);
+
+/// What building any of the lists needs besides.
+std::int64_t list_scratch_bytes(const DeviceProblem& problem);
+
+struct QuantizeWorkspace {
+  std::uint32_t* look_back;  // cuda::quantize_scratch_words() of the largest operand
+
+  QuantizeWorkspace(Carver& carver, const DeviceProblem& problem);
+};
+
+struct ForwardWorkspace {
+  QuantizeWorkspace quantize;
+  std::uint8_t* v_transposed;  // (heads_k, d, k_slots)
+  DeviceList list;
+  std::uint8_t* list_scratch;
+  int* next_item;
+
+  ForwardWorkspace(Carver& carver, const DeviceProblem& problem);
+};
+
+struct BackwardWorkspace {
+  std::uint8_t* q_transposed;     // (heads_q, d, q_slots)
+  std::uint8_t* k_transposed;     // (heads_k, d, k_slots)
+  std::int8_t* v_running_norms;   // (heads_k, k_slots)
+  Operand g;                      // codes, exponents and norms
+  std::uint8_t* g_transposed;     // (heads_q, d, q_slots)
+  std::int8_t* output_norms;      // (heads_q, q_slots), and so the next two
+  std::uint8_t* live;
+  float* delta;
+  cuda::TileScales* tile_scales;  // (heads_q, q_slots / 16)
+  float4* sums;                   // kSumBytesPerCta a multiprocessor
+  DeviceList dkv_list, dq_list;
+  std::uint8_t* list_scratch;
+  int* next_item;
+
+  BackwardWorkspace(Carver& carver, const DeviceProblem& problem);
+};
+
+/// Bytes that a workspace takes, or that anything which carves takes.
+template <class Workspace>
+std::int64_t bytes_of(const DeviceProblem& problem) {
+  Carver carver(nullptr);
+  Workspace(carver, problem);
+  return carver.bytes();
+}
+
+}  // namespace mxattn::kernels::sm90
