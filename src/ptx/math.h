@@ -50,6 +50,20 @@ __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uin
   return result;
 }
 
+/// Two floats to FP16, nearest even; `low` lies in the low half. PTX ISA 9.7.9.21 cvt.
+__device__ __forceinline__ std::uint32_t to_fp16x2(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+/// Two FP16, the low half first, to floats.
+__device__ __forceinline__ void from_fp16x2(std::uint32_t pair, float& low, float& high) {
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}\n"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+}
+
 /// To FP16, nearest even, and back. PTX ISA 9.7.9.21 cvt.
 __device__ __forceinline__ float round_fp16(float x) {
   float y;

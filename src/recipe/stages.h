@@ -46,6 +46,7 @@ inline constexpr int kDsHeadroom = 8;        // E4M3 reaches 2^8 and a bit
 inline constexpr int kDsSlack = 2;           // bits by which the scale of dS undercuts its bound
 inline constexpr int kChunkSpread = 6;       // beyond it c and r are taken per query tile
 inline constexpr float kFp16Max = 65504.0f;  // D' is clamped to it
+inline constexpr float kFp16Integers = 2048.0f;  // FP16 holds all integers up to it
 inline constexpr int kDqDeltaExponent = 126;  // D'' is clamped to +-2^126
 
 inline constexpr int kBlockTokens = 32;   // mxfp8: tokens that share an exponent
@@ -145,6 +146,13 @@ MXATTN_HOST_DEVICE constexpr float dkv_gradient_factor(Exponent c, Exponent ev, 
 MXATTN_HOST_DEVICE constexpr float dkv_delta_factor(Exponent c, Exponent eg, Exponent eq,
                                                     Exponent r) {
   return factor(c - kProbabilityShift - eg + eq - r);
+}
+
+/// D' of one query: D times dkv_delta_factor, rounded once to FP16, clamped, NaN kept. For scalar Ops.
+template <class Ops>
+MXATTN_HOST_DEVICE typename Ops::F dkv_delta(typename Ops::F d, typename Ops::F delta_factor) {
+  const typename Ops::F x = Ops::round_fp16(Ops::mul(d, delta_factor));
+  return x > kFp16Max ? kFp16Max : (x < -kFp16Max ? -kFp16Max : x);
 }
 
 /// Places where an accumulator is added to the FP32 sum and starts afresh. `step` counts 64-query

@@ -36,6 +36,9 @@ MXATTN_HOST_DEVICE constexpr std::uint64_t k_major_descriptor(Swizzle swizzle,
          (static_cast<std::uint64_t>(swizzle) << 62);
 }
 
+/// Addresses in a descriptor count these many bytes: what lies n bytes behind is n / 16 further.
+inline constexpr std::uint64_t kDescriptorUnit = 16;
+
 /// What a step of 32 bytes along K adds to a descriptor.
 inline constexpr std::uint64_t kDescriptorStepK32 = 2;
 

@@ -44,6 +44,27 @@ struct Config {
   static constexpr int kSumsPerCta = 2 * kKeyTile * kDim / 4;
 };
 
+inline constexpr int kStatsWarps = 3;   // of the producer warpgroup, each every third step
+inline constexpr int kStatsStages = 3;  // so that warp w always fills stage w
+static_assert(kStatsWarps == kStatsStages);
+
+/// What holds for a whole step.
+struct alignas(16) StepFacts {
+  std::int32_t c, r;  // cuda::kNanScale for NaN
+  std::int32_t eq;    // the byte of the step's first query
+  std::int32_t plain; // all its queries share EQ, and FP16 holds their addends
+};
+
+/// What rarely matters of a key: kept in shared memory, where it costs no register.
+struct KeyFacts {
+  Range visible;  // queries that see it
+  int ek, ev;     // stored bytes
+};
+
+/// Where the pair of queries 8 b + 2 q, 8 b + 2 q + 1 stands: lane q of a quad reads b = 0..3 and
+/// b = 4..7 as a vector each.
+MXATTN_HOST_DEVICE constexpr int pair_word(int b, int q) { return (b / 4) * 16 + q * 4 + b % 4; }
+
 struct alignas(1024) SharedStorage {
   std::uint8_t k[kKeyTile * Config::kDim];  // of the item
   std::uint8_t v[kKeyTile * Config::kDim];
@@ -57,23 +78,27 @@ struct alignas(1024) SharedStorage {
   std::uint16_t out[kKeyTile * Config::kDim];  // epilogue, each warp its own 16 rows
   // What phase i reads.
   struct alignas(16) Stats {
-    float addend[kQueryStep];  // -mu + eG - c + 8; -inf for queries outside the document
-    float delta[kQueryStep];   // D'
+    // FP16 pairs of neighbouring queries, in the order in which a thread reads them as two 16-byte
+    // vectors (pair_word): addends -mu + eG - c + 8, and D'.
+    std::uint32_t addend_pairs[kQueryStep / 2];
+    std::uint32_t delta_pairs[kQueryStep / 2];
+    float addend[kQueryStep];  // where FP16 does not hold them
     std::int8_t eq[kQueryStep];
-    std::int32_t c, r;         // of the step; cuda::kNanScale for NaN
-    std::int32_t eq_uniform;   // of the document's queries in the step
-    std::int32_t unused;
-  } stats[Config::kStages];
+    StepFacts facts;
+  } stats[kStatsStages];
+  KeyFacts keys[kKeyTile];  // written and read by the quad of the key
   int item;  // index into the list, -1 at its end
   tile::RingBarriers<1> item_ring;
   tile::RingBarriers<Config::kStages> operand_ring;
-  tile::RingBarriers<Config::kStages> stats_ring;
+  tile::RingBarriers<kStatsStages> stats_ring;
 };
 
 __device__ __forceinline__ Exponent exponent_of(std::int32_t value) {
   return value == cuda::kNanScale ? Exponent(0, true) : Exponent(value);
 }
 __device__ __forceinline__ std::int32_t value_of(Exponent e) { return e.nan ? cuda::kNanScale : e.value; }
+
+inline constexpr int kNoExponent = -1000;  // no byte
 
 /// What an item is about; every role derives it alike.
 struct Work {
@@ -157,10 +182,12 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
   }
 }
 
-/// Warp 1: what every query of a step adds to the phase.
-__device__ void form_stats(const BackwardParams& params, SharedStorage& shared) {
+/// Warps 1 to 3: what every query of a step adds to the phase. `turn` is 0 to 2.
+__device__ void form_stats(const BackwardParams& params, SharedStorage& shared, int turn) {
   tile::RingPosition<1> item_at;
-  tile::RingPosition<Config::kStages> at;
+  std::uint32_t parity = 0;
+  int ahead = turn;  // steps until this warp's next one
+  auto& stats = shared.stats[turn];
   const int lane = threadIdx.x % 32;
   while (true) {
     shared.item_ring.wait_full(item_at);
@@ -171,6 +198,8 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared) 
     if (index < 0) return;
     const Work work = load_work(params, index);
     const Document& d = work.document;
+    const int num_steps = work.steps.size();
+    const int total = num_steps * params.queries_per_key_head;
 
     // nV_T, the largest norm exponent of the tile's keys. 127 (NaN) is the largest byte.
     const std::int8_t* norms =
@@ -180,114 +209,165 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared) 
     nv = __reduce_max_sync(0xFFFFFFFFu, nv);
     const Exponent nv_tile = Exponent::stored(static_cast<std::int8_t>(nv));
 
-    for (int h = 0; h < params.queries_per_key_head; ++h) {
-      const int head = work.item.head * params.queries_per_key_head + h;
+    int i = ahead;
+    for (; i < total; i += kStatsWarps) {
+      const int head = work.item.head * params.queries_per_key_head + i / num_steps;
+      const int s = work.steps.begin + i % num_steps;
       const std::int64_t slots = head * params.q_slots + d.q_slot;
       const std::int64_t tokens = head * params.total_q + d.q_token;
-      for (int s = work.steps.begin; s < work.steps.end; ++s) {
-        const int tile_start = s * kQueryStep / stages::kQueryTile * stages::kQueryTile;
-        const cuda::TileScales raw = params.tile_scales[(slots + tile_start) / stages::kSlotAlignment];
-        stages::ChunkScales scales;
-        scales.a = exponent_of(raw.a);
-        scales.b = exponent_of(raw.b);
-        scales.c = exponent_of(raw.c);
-        const Exponent r = stages::ds_exponent_dk(scales, nv_tile);
+      const int tile_start = s * kQueryStep / stages::kQueryTile * stages::kQueryTile;
+      const cuda::TileScales raw =
+          params.tile_scales[(slots + tile_start) / stages::kSlotAlignment];
+      stages::ChunkScales scales;
+      scales.a = exponent_of(raw.a);
+      scales.b = exponent_of(raw.b);
+      scales.c = exponent_of(raw.c);
+      const Exponent r = stages::ds_exponent_dk(scales, nv_tile);
 
-        float addend[2], delta[2];
-        int eq[2];
+      // A lane forms two neighbouring queries: one pair.
+      float addend[2], delta[2];
+      int eq[2];
+      bool fits = true;
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          const int row = s * kQueryStep + lane + 32 * n;
-          const bool valid = row < d.q_len;
-          // A query outside the document takes the exponent of the last one in it.
-          eq[n] = params.q_exponents[slots + min(row, d.q_len - 1)];
-          const Exponent eg =
-              valid ? Exponent::stored(params.g_exponents[slots + row]) : Exponent(0);
-          const bool keyless =
-              not valid or visible_keys(params.mask, d.q_len, d.k_len, row).empty();
-          const Exponent sum =
-              stages::dkv_addend(valid ? params.row_reference[tokens + row] : 0, eg, scales.c);
-          addend[n] = keyless ? -kInfinity : (sum.nan ? kNan : static_cast<float>(sum.value));
-          delta[n] =
-              keyless ? 0.0f
-                      : stages::dkv_delta<DeviceOps>(
-                            params.delta[slots + row],
-                            stages::dkv_delta_factor(scales.c, eg, Exponent::stored(eq[n]), r));
-        }
-        const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
-        const bool uniform = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first);
-
-        shared.stats_ring.wait_empty(at);
-        auto& stats = shared.stats[at.stage];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          stats.addend[lane + 32 * n] = addend[n];
-          stats.delta[lane + 32 * n] = delta[n];
-          stats.eq[lane + 32 * n] = static_cast<std::int8_t>(eq[n]);
-        }
-        if (lane == 0) {
-          stats.c = value_of(scales.c);
-          stats.r = value_of(r);
-          stats.eq_uniform = uniform;
-        }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
-        at.advance();
+      for (int n = 0; n < 2; ++n) {
+        const int row = s * kQueryStep + 2 * lane + n;
+        const bool valid = row < d.q_len;
+        // A query outside the document takes the exponent of the last one in it.
+        eq[n] = params.q_exponents[slots + min(row, d.q_len - 1)];
+        const Exponent eg =
+            valid ? Exponent::stored(params.g_exponents[slots + row]) : Exponent(0);
+        const bool keyless = not valid or visible_keys(params.mask, d.q_len, d.k_len, row).empty();
+        const Exponent sum =
+            stages::dkv_addend(valid ? params.row_reference[tokens + row] : 0, eg, scales.c);
+        addend[n] = keyless ? -kInfinity : (sum.nan ? kNan : static_cast<float>(sum.value));
+        fits = fits and (keyless or fabsf(addend[n]) <= stages::kFp16Integers);
+        delta[n] = keyless ? 0.0f
+                           : stages::dkv_delta<DeviceOps>(
+                                 params.delta[slots + row],
+                                 stages::dkv_delta_factor(scales.c, eg, Exponent::stored(eq[n]), r));
       }
+      const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
+      const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
+
+      tile::wait_phase(shared.stats_ring.empty_at(turn), parity ^ 1);
+      parity ^= 1;
+      const int word = pair_word(lane / 4, lane % 4);
+      stats.addend_pairs[word] = ptx::to_fp16x2(addend[0], addend[1]);
+      stats.delta_pairs[word] = ptx::to_fp16x2(delta[0], delta[1]);
+      if (not plain) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          stats.addend[2 * lane + n] = addend[n];
+          stats.eq[2 * lane + n] = static_cast<std::int8_t>(eq[n]);
+        }
+      }
+      if (lane == 0) stats.facts = {value_of(scales.c), value_of(r), first, plain};
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(shared.stats_ring.full_at(turn));
     }
+    ahead = i - total;
   }
 }
 
 // ---- consumers --------------------------------------------------------------------------------
 
-/// The thread's two keys.
-struct Keys {
-  Range visible[2];  // queries that see the key
-  int ek[2], ev[2];  // stored bytes
-};
+/// Pairs of the queries of a step as a thread needs them, read one phase ahead.
+struct StepPairs {
+  uint4 addend[2], delta[2];
 
-/// Phase: codes of P and of dS of one step from its scores and dP. `kUniform`: the step's queries
-/// share EQ; `kMasked`: some key is not seen from some query of the step.
-template <bool kUniform, bool kMasked>
-__device__ __forceinline__ void phase(const float (&s)[32], const float (&dp)[32], const Keys& keys,
-                                      const SharedStorage::Stats& stats, int first_query,
-                                      float score_scale, std::uint32_t (&p_codes)[2][4],
-                                      std::uint32_t (&ds_codes)[2][4]) {
-  const int column = 2 * (threadIdx.x % 4);
-  const Exponent c = exponent_of(stats.c);
-  const Exponent r = exponent_of(stats.r);
-  float a[2], f[2];
-  if constexpr (kUniform) {
-    const Exponent eq = Exponent::stored(stats.eq[0]);
+  __device__ __forceinline__ void load(const SharedStorage::Stats& stats) {
+    const int q = threadIdx.x % 4;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      a[h] = stages::score_factor(score_scale, eq, Exponent::stored(keys.ek[h]));
-      f[h] = stages::dkv_gradient_factor(c, Exponent::stored(keys.ev[h]), eq, r);
+    for (int v = 0; v < 2; ++v) {
+      addend[v] = *reinterpret_cast<const uint4*>(&stats.addend_pairs[pair_word(4 * v, q)]);
+      delta[v] = *reinterpret_cast<const uint4*>(&stats.delta_pairs[pair_word(4 * v, q)]);
     }
   }
+  __device__ __forceinline__ static std::uint32_t word(const uint4 (&vectors)[2], int b) {
+    const uint4& v = vectors[b / 4];
+    return b % 4 == 0 ? v.x : b % 4 == 1 ? v.y : b % 4 == 2 ? v.z : v.w;
+  }
+};
+
+/// Codes of P and dS of one step: operands of two MMAs of 32 queries.
+struct Codes {
+  std::uint32_t p[2][4], ds[2][4];
+};
+
+__device__ __forceinline__ bool sees(Range queries, int query) {
+  return queries.begin <= query and query < queries.end;
+}
+
+/// Phase of a plain step: factors a and F of the thread's two keys, addends and D' in pairs.
+template <bool kMasked>
+__device__ __forceinline__ void phase_plain(const float (&s)[32], const float (&dp)[32],
+                                            const StepPairs& pairs, const float (&a)[2],
+                                            const float (&f)[2], const KeyFacts* keys,
+                                            int first_query, Codes& codes) {
+  // Columns of the step from which each key is seen, counted from the thread's first.
+  Range seen[2];
+  if constexpr (kMasked) {
+    const int first = first_query + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      seen[h] = {keys[8 * h].visible.begin - first, keys[8 * h].visible.end - first};
+    }
+  }
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {  // of 8-query blocks
+    float addend[4], delta[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      ptx::from_fp16x2(StepPairs::word(pairs.addend, 2 * pair + n), addend[2 * n],
+                       addend[2 * n + 1]);
+      ptx::from_fp16x2(StepPairs::word(pairs.delta, 2 * pair + n), delta[2 * n], delta[2 * n + 1]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float t[4], ds[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
+        t[e] = stages::probability<DeviceOps>(s[i], a[h], addend[e]);
+        ds[e] = stages::dkv_ds<DeviceOps>(t[e], dp[i], f[h], delta[e]);
+        if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) t[e] = ds[e] = 0.0f;
+      }
+      codes.p[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]);
+      codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+    }
+  }
+}
+
+/// Phase of any step: factors of every query in the loop, addends in FP32. The same bits as
+/// phase_plain where both apply.
+__device__ __forceinline__ void phase_general(const float (&s)[32], const float (&dp)[32],
+                                              const SharedStorage::Stats& stats,
+                                              const KeyFacts* keys, int first_query,
+                                              float score_scale, Codes& codes) {
+  const int column = 2 * (threadIdx.x % 4);
+  const Exponent c = exponent_of(stats.facts.c);
+  const Exponent r = exponent_of(stats.facts.r);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     float t[16], ds[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const int i = 16 * k + j;
-      const int h = tile::fragment_half(i);
+      const KeyFacts& key = keys[8 * tile::fragment_half(i)];
       const int query = 8 * (i >> 2) + column + (i & 1);
-      if constexpr (not kUniform) {
-        const Exponent eq = Exponent::stored(stats.eq[query]);
-        a[h] = stages::score_factor(score_scale, eq, Exponent::stored(keys.ek[h]));
-        f[h] = stages::dkv_gradient_factor(c, Exponent::stored(keys.ev[h]), eq, r);
-      }
-      t[j] = stages::probability<DeviceOps>(s[i], a[h], stats.addend[query]);
-      ds[j] = stages::dkv_ds<DeviceOps>(t[j], dp[i], f[h], stats.delta[query]);
-      if constexpr (kMasked) {
-        const bool seen = keys.visible[h].begin <= first_query + query and
-                          first_query + query < keys.visible[h].end;
-        if (not seen) t[j] = ds[j] = 0.0f;
-      }
+      const Exponent eq = Exponent::stored(stats.eq[query]);
+      const Exponent ek = Exponent::stored(static_cast<std::int8_t>(key.ek));
+      const Exponent ev = Exponent::stored(static_cast<std::int8_t>(key.ev));
+      float delta[2];
+      ptx::from_fp16x2(stats.delta_pairs[pair_word(i >> 2, threadIdx.x % 4)], delta[0], delta[1]);
+      const float a = stages::score_factor(score_scale, eq, ek);
+      const float f = stages::dkv_gradient_factor(c, ev, eq, r);
+      t[j] = stages::probability<DeviceOps>(s[i], a, stats.addend[query]);
+      ds[j] = stages::dkv_ds<DeviceOps>(t[j], dp[i], f, delta[i & 1]);
+      if (not sees(key.visible, first_query + query)) t[j] = ds[j] = 0.0f;
     }
-    tile::pack_operand(p_codes[k], t);
-    tile::pack_operand(ds_codes[k], ds);
+    tile::pack_operand(codes.p[k], t);
+    tile::pack_operand(codes.ds[k], ds);
   }
 }
 
@@ -296,7 +376,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
   const bool leader = threadIdx.x % 32 == 0;
   const int warp = thread / 32;
   tile::RingPosition<1> item_at;
-  tile::RingPosition<Config::kStages> at, stats_at;
+  tile::RingPosition<Config::kStages> at;
+  tile::RingPosition<kStatsStages> stats_at;
   // dV: register piece p of thread t at [p][t], p < 16; dK behind it.
   constexpr int kPieces = Config::kDim / 8;
   float4* sums = params.sums + blockIdx.x * Config::kSumsPerCta + consumer * 2 * kPieces * 128 +
@@ -312,21 +393,18 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     if (index < 0) return;
     const Work work = load_work(params, index);
     const Document& d = work.document;
-    const int num_steps = work.steps.size();
-    const int total = num_steps * params.queries_per_key_head;
+    const int total = work.steps.size() * params.queries_per_key_head;
     const int first_key = work.item.first + 64 * consumer;
     const int last_key = min(first_key + 63, d.k_len - 1);
 
-    Keys keys;
+    KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = first_key + tile::fragment_row(thread, h);
       const bool valid = key < d.k_len;
       const std::int64_t slot = work.item.head * params.k_slots + d.k_slot + key;
-      keys.visible[h] =
-          valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0};
-      keys.ek[h] = valid ? params.k_exponents[slot] : 0;
-      keys.ev[h] = valid ? params.v_exponents[slot] : 0;
+      keys[8 * h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
+                     valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
     }
     // Queries that see every key of the warpgroup.
     Range all{0, 0};
@@ -338,7 +416,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     float dv[64], dk[64], s[32], dp[32];
     int keep_dv = 0, keep_dk = 0;
     bool dv_started = false, dk_started = false;
-    Exponent c, r;
+    // Of the accumulators, and of the factors a and F.
+    int c_now = 0, r_now = 0, eq_now = kNoExponent;
+    float a[2] = {0, 0}, f[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 64; ++i) dv[i] = dk[i] = 0.0f;
 
@@ -363,66 +443,77 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
     };
 
+    StepPairs pairs;
+    StepFacts facts;
     if (total > 0) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
+      shared.stats_ring.wait_full(stats_at);
+      pairs.load(shared.stats[stats_at.stage]);
+      facts = shared.stats[stats_at.stage].facts;
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
     }
+    int step = work.steps.begin;
     for (int i = 0; i < total; ++i) {
-      const int step = work.steps.begin + i % num_steps;
-      const bool head_begins = i % num_steps == 0;
-      shared.stats_ring.wait_full(stats_at);
-      const auto& stats = shared.stats[stats_at.stage];
-
-      // Promotion at the fixed places and where a query head ends; rescaling where c or r changes.
-      const bool promote_dv = (head_begins and i > 0) or stages::promotes_dv(step, consumer);
-      const bool promote_dk = (head_begins and i > 0) or stages::promotes_dk(step, consumer);
-      const Exponent c_new = exponent_of(stats.c);
-      const Exponent r_new = exponent_of(stats.r);
-      if (promote_dv and keep_dv) {
-        const float scale = stages::output_factor(c);
-        promote_to_sum(dv, {scale, scale}, sums, 128, dv_started);
-        dv_started = true;
-        keep_dv = 0;
-      } else if (keep_dv and not(c == c_new)) {
-        const float change = stages::factor(c - c_new);
+      const bool head_begins = step == work.steps.begin;
+      // Rarely: a promotion is due, or a scale changes.
+      const bool promotion_step = step % 8 == 7 or head_begins;
+      if (promotion_step or facts.c != c_now or facts.r != r_now or facts.eq != eq_now) {
+        const Exponent c_old = exponent_of(c_now), c = exponent_of(facts.c);
+        const Exponent r_old = exponent_of(r_now), r = exponent_of(facts.r);
+        const bool head_ends = head_begins and i > 0;
+        if (keep_dv and (head_ends or stages::promotes_dv(step, consumer))) {
+          const float scale = stages::output_factor(c_old);
+          promote_to_sum(dv, {scale, scale}, sums, 128, dv_started);
+          dv_started = true;
+          keep_dv = 0;
+        } else if (keep_dv and facts.c != c_now) {
+          const float change = stages::factor(c_old - c);
 #pragma unroll
-        for (int j = 0; j < 64; ++j) {
-          dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
+          for (int j = 0; j < 64; ++j) {
+            dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
+          }
+        }
+        if (keep_dk and (head_ends or stages::promotes_dk(step, consumer))) {
+          const float scale = stages::factor(r_old);
+          promote_to_sum(dk, {scale, scale}, sums + kPieces * 128, 128, dk_started);
+          dk_started = true;
+          keep_dk = 0;
+        } else if (keep_dk and facts.r != r_now) {
+          const float change = stages::factor(r_old - r);
+#pragma unroll
+          for (int j = 0; j < 64; ++j) {
+            dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
+          }
+        }
+        c_now = facts.c;
+        r_now = facts.r;
+        eq_now = facts.eq;
+        const Exponent eq = Exponent::stored(static_cast<std::int8_t>(facts.eq));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const Exponent ek = Exponent::stored(static_cast<std::int8_t>(keys[8 * h].ek));
+          const Exponent ev = Exponent::stored(static_cast<std::int8_t>(keys[8 * h].ev));
+          a[h] = stages::score_factor(params.score_scale, eq, ek);
+          f[h] = stages::dkv_gradient_factor(c, ev, eq, r);
         }
       }
-      if (promote_dk and keep_dk) {
-        const float scale = stages::factor(r);
-        promote_to_sum(dk, {scale, scale}, sums + kPieces * 128, 128, dk_started);
-        dk_started = true;
-        keep_dk = 0;
-      } else if (keep_dk and not(r == r_new)) {
-        const float change = stages::factor(r - r_new);
-#pragma unroll
-        for (int j = 0; j < 64; ++j) {
-          dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
-        }
-      }
-      c = c_new;
-      r = r_new;
 
       const int first_query = step * kQueryStep;
       const bool every = all.begin <= first_query and first_query + kQueryStep <= all.end;
-      std::uint32_t p_codes[2][4], ds_codes[2][4];
-      if (stats.eq_uniform) {
-        if (every) {
-          phase<true, false>(s, dp, keys, stats, first_query, params.score_scale, p_codes,
-                             ds_codes);
-        } else {
-          phase<true, true>(s, dp, keys, stats, first_query, params.score_scale, p_codes, ds_codes);
-        }
+      Codes codes;
+      if (facts.plain and every) {
+        phase_plain<false>(s, dp, pairs, a, f, keys, first_query, codes);
+      } else if (facts.plain) {
+        phase_plain<true>(s, dp, pairs, a, f, keys, first_query, codes);
       } else {
-        phase<false, true>(s, dp, keys, stats, first_query, params.score_scale, p_codes, ds_codes);
+        phase_general(s, dp, shared.stats[stats_at.stage], keys, first_query, params.score_scale,
+                      codes);
       }
       __syncwarp();
       if (leader) ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
@@ -435,14 +526,19 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       const std::uint64_t qt =
           tile::k_major_descriptor(tile::Swizzle::k64, ptx::shared_address(stage.q_transposed));
       ptx::wgmma_fence();
-      Gradients::rs(dv, p_codes[0], gt, keep_dv);
-      Gradients::add_rs(dv, p_codes[1], gt + tile::kDescriptorStepK32);
+      Gradients::rs(dv, codes.p[0], gt, keep_dv);
+      Gradients::add_rs(dv, codes.p[1], gt + tile::kDescriptorStepK32);
       ptx::wgmma_commit_group();
-      Gradients::rs(dk, ds_codes[0], qt, keep_dk);
-      Gradients::add_rs(dk, ds_codes[1], qt + tile::kDescriptorStepK32);
+      Gradients::rs(dk, codes.ds[0], qt, keep_dk);
+      Gradients::add_rs(dk, codes.ds[1], qt + tile::kDescriptorStepK32);
       ptx::wgmma_commit_group();
       // The last block multiplies what an earlier step left in the rows: finite, and never read.
       scores(stage);
+      if (i + 1 < total) {
+        shared.stats_ring.wait_full(stats_at);
+        pairs.load(shared.stats[stats_at.stage]);
+        facts = shared.stats[stats_at.stage].facts;
+      }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -451,6 +547,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       keep_dv = keep_dk = 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
+      if (++step == work.steps.end) step = work.steps.begin;
     }
     // K and V are free, and so is the item's index.
     __syncwarp();
@@ -460,8 +557,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const Work finished = load_work(params, index);
     const int row = finished.item.first + 64 * consumer + 16 * warp;
     std::uint16_t* staging = shared.out + (64 * consumer + 16 * warp) * Config::kDim;
-    const float c_scale = keep_dv ? stages::output_factor(c) : 0.0f;
-    const float r_scale = keep_dk ? stages::factor(r) : 0.0f;
+    const float c_scale = keep_dv ? stages::output_factor(exponent_of(c_now)) : 0.0f;
+    const float r_scale = keep_dk ? stages::factor(exponent_of(r_now)) : 0.0f;
     add_sum(dv, {c_scale, c_scale}, sums, 128, dv_started);
     store_warp_rows<Config::kDim>(dv, staging, params.dv, finished.item.head,
                                   finished.document.k_token, row, finished.document.k_len);
@@ -477,8 +574,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage*>(raw);
   if (threadIdx.x == 0) {
-    // Item: the consumers' warps and the statistics' warp hand it back.
-    shared.item_ring.initialise(4 * Config::kConsumers + 1);
+    // Item: the consumers' and the statistics' warps hand it back.
+    shared.item_ring.initialise(4 * Config::kConsumers + kStatsWarps);
     shared.operand_ring.initialise(4 * Config::kConsumers);
     shared.stats_ring.initialise(4 * Config::kConsumers);
     ptx::fence_mbarrier_init();
@@ -497,8 +594,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
       if (threadIdx.x == 0) load(params, shared);
-    } else if (warp == 1) {
-      form_stats(params, shared);
+    } else {
+      form_stats(params, shared, warp - 1);
     }
   } else {
     ptx::set_max_registers_up<Config::kConsumerRegisters>();

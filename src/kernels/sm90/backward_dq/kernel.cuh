@@ -39,6 +39,15 @@ struct Config {
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
 };
 
+/// What rarely matters of a query row: kept in shared memory, where it costs no register.
+struct RowFacts {
+  Range visible;     // keys; empty for rows past the document's end
+  int mu;
+  float delta;       // D
+  std::int8_t eq, eg, ng, no;  // stored bytes
+  std::int32_t r;    // of the accumulator; kNoScale before the first chunk that the row sees
+};
+
 struct alignas(1024) SharedStorage {
   std::uint8_t q[Config::kRows * Config::kDim];  // of the item
   std::uint8_t g[Config::kRows * Config::kDim];
@@ -52,6 +61,7 @@ struct alignas(1024) SharedStorage {
   alignas(16) std::int8_t ek[Config::kStages][kKeyTile];
   alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
   std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
+  RowFacts rows[Config::kRows];  // written and read by the quad of the row
   int item;
   tile::RingBarriers<1> item_ring;
   tile::RingBarriers<Config::kStages> operand_ring;
@@ -146,39 +156,77 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
 
 // ---- consumers --------------------------------------------------------------------------------
 
-/// The thread's two queries.
-struct Rows {
-  Range visible[2];  // keys
-  int eq[2], eg[2];  // stored bytes
-  int ng[2], no[2];
-  int mu[2];
-  float delta[2];  // D
-  Exponent r[2];   // of the accumulator
-  bool has_r[2];
+/// What a phase needs of the thread's two rows for keys of one EK and EV.
+struct RowFactors {
+  float a[2];       // score factor
+  float addend[2];  // -mu + f
+  float delta[2];   // D''
 };
 
-/// Phase: codes of dS of one tile. `kUniform`: the document's keys in the tile share EK and EV.
-template <bool kUniform, bool kMasked>
-__device__ __forceinline__ void phase(const float (&s)[64], const float (&dp)[64], const Rows& rows,
-                                      int first_key, const std::int8_t* ek_bytes,
-                                      const std::int8_t* ev_bytes, float score_scale,
-                                      std::uint32_t (&codes)[4][4]) {
-  const int column = 2 * (threadIdx.x % 4);
-  float a[2], addend[2], delta[2];
-  const auto row_constants = [&](int h, Exponent ek, Exponent ev) {
-    const Exponent eg = Exponent::stored(static_cast<std::int8_t>(rows.eg[h]));
-    a[h] = stages::score_factor(score_scale,
-                                Exponent::stored(static_cast<std::int8_t>(rows.eq[h])), ek);
-    const Exponent f = stages::dq_addend(rows.mu[h], eg, ev, ek, rows.r[h]);
-    addend[h] = f.nan ? kNan : static_cast<float>(f.value);
-    delta[h] = stages::dq_delta(rows.delta[h], eg, ev);
-  };
-  if constexpr (kUniform) {
+__device__ __forceinline__ Exponent exponent_of(std::int32_t value) {
+  return value == cuda::kNanScale ? Exponent(0, true) : Exponent(value);
+}
+__device__ __forceinline__ std::int32_t value_of(Exponent e) {
+  return e.nan ? cuda::kNanScale : e.value;
+}
+/// The exponent of the row's accumulator; rows that have seen nothing have none, and it is 0.
+__device__ __forceinline__ Exponent scale_of(const RowFacts& row) {
+  return row.r == cuda::kNoScale ? Exponent(0) : exponent_of(row.r);
+}
+
+__device__ __forceinline__ void set_factors(RowFactors& factors, int h, const RowFacts& row,
+                                            Exponent ek, Exponent ev, float score_scale) {
+  const Exponent eg = Exponent::stored(row.eg);
+  factors.a[h] = stages::score_factor(score_scale, Exponent::stored(row.eq), ek);
+  const Exponent f = stages::dq_addend(row.mu, eg, ev, ek, scale_of(row));
+  factors.addend[h] = f.nan ? kNan : static_cast<float>(f.value);
+  factors.delta[h] = stages::dq_delta(row.delta, eg, ev);
+}
+
+__device__ __forceinline__ bool sees(Range keys, int key) {
+  return keys.begin <= key and key < keys.end;
+}
+
+using Codes = std::uint32_t[4][4];
+
+/// Phase of a tile whose keys share EK and EV.
+template <bool kMasked>
+__device__ __forceinline__ void phase_uniform(const float (&s)[64], const float (&dp)[64],
+                                              const RowFactors& factors, const RowFacts* rows,
+                                              int first_key, Codes& codes) {
+  // Columns of the tile that each row sees, counted from the thread's first.
+  Range seen[2];
+  if constexpr (kMasked) {
+    const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      row_constants(h, Exponent::stored(ek_bytes[0]), Exponent::stored(ev_bytes[0]));
+      seen[h] = {rows[8 * h].visible.begin - first, rows[8 * h].visible.end - first};
     }
   }
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {  // of 8-key blocks
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float ds[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
+        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
+        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
+        if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) ds[e] = 0.0f;
+      }
+      codes[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+    }
+  }
+}
+
+/// Phase of any tile: factors of every key in the loop. The same bits as phase_uniform for a row
+/// whose visible keys share EK and EV.
+__device__ __forceinline__ void phase_general(const float (&s)[64], const float (&dp)[64],
+                                              const RowFacts* rows, int first_key,
+                                              const std::int8_t* ek, const std::int8_t* ev,
+                                              float score_scale, Codes& codes) {
+  const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     float ds[16];
@@ -187,34 +235,50 @@ __device__ __forceinline__ void phase(const float (&s)[64], const float (&dp)[64
       const int i = 16 * k + j;
       const int h = tile::fragment_half(i);
       const int key = 8 * (i >> 2) + column + (i & 1);
-      if constexpr (not kUniform) {
-        row_constants(h, Exponent::stored(ek_bytes[key]), Exponent::stored(ev_bytes[key]));
-      }
-      const float p = stages::probability<DeviceOps>(s[i], a[h], addend[h]);
-      ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], delta[h]);
-      if constexpr (kMasked) {
-        const bool seen =
-            rows.visible[h].begin <= first_key + key and first_key + key < rows.visible[h].end;
-        if (not seen) ds[j] = 0.0f;
-      }
+      RowFactors factors;
+      set_factors(factors, h, rows[8 * h], Exponent::stored(ek[key]), Exponent::stored(ev[key]),
+                  score_scale);
+      const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
+      ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
+      if (not sees(rows[8 * h].visible, first_key + key)) ds[j] = 0.0f;
     }
     tile::pack_operand(codes[k], ds);
   }
 }
 
-/// r_i of the key chunk of `tile`, for a row that sees a key of it; else r stays.
-__device__ __forceinline__ void update_scale(const BackwardParams& params, const Work& work,
-                                             Rows& rows, int h, int chunk) {
-  const int begin = max(rows.visible[h].begin, stages::chunk_begin(chunk));
-  const int end = min(rows.visible[h].end, stages::chunk_end(chunk));
-  if (begin >= end) return;
-  const std::int64_t last = work.key_head * params.k_slots + work.document.k_slot + end - 1;
-  rows.r[h] = stages::ds_exponent_dq(
-      Exponent::stored(static_cast<std::int8_t>(rows.ng[h])),
-      Exponent::stored(static_cast<std::int8_t>(rows.no[h])),
-      Exponent::stored(params.v_running_norms[last]), Exponent::stored(params.k_exponents[last]));
-  rows.has_r[h] = true;
+/// r_i of the key chunk, for a row that sees a key of it; else r stays.
+__device__ __forceinline__ std::int32_t scale_in_chunk(const BackwardParams& params,
+                                                       std::int64_t key_slots, const RowFacts& row,
+                                                       int chunk) {
+  const int begin = max(row.visible.begin, stages::chunk_begin(chunk));
+  const int end = min(row.visible.end, stages::chunk_end(chunk));
+  if (begin >= end) return row.r;
+  const std::int64_t last = key_slots + end - 1;
+  return value_of(stages::ds_exponent_dq(Exponent::stored(row.ng), Exponent::stored(row.no),
+                                         Exponent::stored(params.v_running_norms[last]),
+                                         Exponent::stored(params.k_exponents[last])));
 }
+
+/// What a row's accumulator is multiplied by when its exponent changes.
+__device__ __forceinline__ float change_of(std::int32_t before, std::int32_t after) {
+  if (before == cuda::kNoScale or before == after) return before == cuda::kNanScale ? kNan : 1.0f;
+  return stages::factor(exponent_of(before) - exponent_of(after));
+}
+
+/// What the loop wants to know of a tile's keys before their scores are there.
+struct TileFacts {
+  int ek, ev;  // bytes of its first key
+  bool uniform;
+
+  __device__ __forceinline__ void load(const std::int8_t* ek_bytes, const std::int8_t* ev_bytes,
+                                       int last) {
+    ek = ek_bytes[0];
+    ev = ev_bytes[0];
+    uniform = ek == ek_bytes[last] and ev == ev_bytes[last];
+  }
+};
+
+inline constexpr int kNoExponent = -1000;  // no byte
 
 __device__ void attend(const BackwardParams& params, SharedStorage& shared, int consumer) {
   const int thread = threadIdx.x % 128;
@@ -239,24 +303,28 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const int first_row = work.item.first + 64 * consumer;
     const int last_row = first_row + 63;
 
-    Rows rows;
+    RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + tile::fragment_row(thread, h);
       const bool valid = row < d.q_len;
-      rows.visible[h] = valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
       const std::int64_t slot = work.item.head * params.q_slots + d.q_slot + row;
-      const bool seeing = not rows.visible[h].empty();
-      rows.eq[h] = valid ? params.q_exponents[slot] : 0;
-      rows.eg[h] = seeing ? params.g_exponents[slot] : 0;
-      rows.ng[h] = seeing ? params.g_norms[slot] : 0;
-      rows.no[h] = seeing ? params.o_norms[slot] : 0;
-      rows.delta[h] = seeing ? params.delta[slot] : 0.0f;
-      rows.mu[h] =
-          valid ? params.row_reference[work.item.head * params.total_q + d.q_token + row] : 0;
-      rows.r[h] = Exponent(0);
-      rows.has_r[h] = false;
+      RowFacts facts{};
+      facts.visible = valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
+      facts.r = cuda::kNoScale;
+      if (not facts.visible.empty()) {
+        facts.mu = params.row_reference[work.item.head * params.total_q + d.q_token + row];
+        facts.delta = params.delta[slot];
+        facts.eq = params.q_exponents[slot];
+        facts.eg = params.g_exponents[slot];
+        facts.ng = params.g_norms[slot];
+        facts.no = params.o_norms[slot];
+      }
+      rows[8 * h] = facts;
     }
+    const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
+    const int last_tile = (d.k_len - 1) / kKeyTile;
+    const int last_of_all = (d.k_len - 1) % kKeyTile;
     // Keys that every row of the warpgroup sees.
     Range all{0, 0};
     if (last_row < d.q_len) {
@@ -265,9 +333,11 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     }
 
     float dq[64], s[64], dp[64];
+    RowFactors factors;
+    TileFacts facts;
+    int ek_now = kNoExponent, ev_now = kNoExponent;  // of the factors
     int keep = 0;
     bool started = false;
-    int chunk = -1;
 #pragma unroll
     for (int i = 0; i < 64; ++i) dq[i] = 0.0f;
 
@@ -292,10 +362,16 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
     };
 
+    const auto load_facts = [&](int t) {
+      shared.exponent_ring.wait_full(exponents_at);
+      facts.load(shared.ek[exponents_at.stage], shared.ev[exponents_at.stage],
+                 t == last_tile ? last_of_all : kKeyTile - 1);
+    };
     if (not work.tiles.empty()) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
+      load_facts(work.tiles.begin);
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -304,46 +380,52 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     }
     for (int t = work.tiles.begin; t < work.tiles.end; ++t) {
       const int first_key = t * kKeyTile;
-      // A chunk is whole tiles, so r changes between tiles only.
-      const int chunk_now = stages::chunk_of(first_key);
-      float change[2] = {1.0f, 1.0f};
-      if (chunk_now != chunk) {
-        chunk = chunk_now;
+      // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
+      const int chunk = stages::chunk_of(first_key);
+      const bool chunk_begins = t == work.tiles.begin or first_key == stages::chunk_begin(chunk);
+      if (chunk_begins or t % 8 == 7 or facts.ek != ek_now or facts.ev != ev_now) {
+        if (chunk_begins) {
+          // NOTE: the quad of a row shares its facts: all read before one writes.
+          const std::int32_t before[2] = {rows[0].r, rows[8].r};
+          const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk),
+                                         scale_in_chunk(params, key_slots, rows[8], chunk)};
+          __syncwarp();
+          rows[0].r = after[0];
+          rows[8].r = after[1];
+          __syncwarp();
+          const float change[2] = {change_of(before[0], after[0]), change_of(before[1], after[1])};
+          if (keep) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) {
+              dq[i] = stages::rescale_accumulator<DeviceOps>(dq[i], change[tile::fragment_half(i)]);
+            }
+          }
+        }
+        if (keep and stages::promotes_dq(t, consumer)) {
+          promote_to_sum(dq, {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))},
+                         sums, 128, started);
+          started = true;
+          keep = 0;
+        }
+        ek_now = facts.ek;
+        ev_now = facts.ev;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const Exponent before = rows.r[h];
-          const bool had = rows.has_r[h];
-          update_scale(params, work, rows, h, chunk);
-          if (had) change[h] = stages::factor(before - rows.r[h]);
+          set_factors(factors, h, rows[8 * h],
+                      Exponent::stored(static_cast<std::int8_t>(facts.ek)),
+                      Exponent::stored(static_cast<std::int8_t>(facts.ev)), params.score_scale);
         }
-      }
-      // Rescaling of all rows costs 64 multiplications, once a chunk.
-      if (keep and (change[0] != 1.0f or change[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < 64; ++i) {
-          dq[i] = stages::rescale_accumulator<DeviceOps>(dq[i], change[tile::fragment_half(i)]);
-        }
-      }
-      if (keep and stages::promotes_dq(t, consumer)) {
-        const float scale[2] = {stages::factor(rows.r[0]), stages::factor(rows.r[1])};
-        promote_to_sum(dq, scale, sums, 128, started);
-        started = true;
-        keep = 0;
       }
 
-      shared.exponent_ring.wait_full(exponents_at);
-      const std::int8_t* ek = shared.ek[exponents_at.stage];
-      const std::int8_t* ev = shared.ev[exponents_at.stage];
-      const int last = min(kKeyTile, d.k_len - first_key) - 1;
-      const bool uniform = ek[0] == ek[last] and ev[0] == ev[last];
       const bool every = all.begin <= first_key and first_key + kKeyTile <= all.end;
-      std::uint32_t codes[4][4];
-      if (not uniform) {
-        phase<false, true>(s, dp, rows, first_key, ek, ev, params.score_scale, codes);
-      } else if (every) {
-        phase<true, false>(s, dp, rows, first_key, ek, ev, params.score_scale, codes);
+      Codes codes;
+      if (facts.uniform and every) {
+        phase_uniform<false>(s, dp, factors, rows, first_key, codes);
+      } else if (facts.uniform) {
+        phase_uniform<true>(s, dp, factors, rows, first_key, codes);
       } else {
-        phase<true, true>(s, dp, rows, first_key, ek, ev, params.score_scale, codes);
+        phase_general(s, dp, rows, first_key, shared.ek[exponents_at.stage],
+                      shared.ev[exponents_at.stage], params.score_scale, codes);
       }
       __syncwarp();
       if (leader) ptx::mbarrier_arrive(shared.exponent_ring.empty_at(exponents_at.stage));
@@ -362,6 +444,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
       // The last block multiplies what an earlier tile left in the rows: finite, and never read.
       scores(stage);
+      if (t + 1 < work.tiles.end) load_facts(t + 1);
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -375,8 +458,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     item_at.advance();
 
     const Work finished = load_work(params, index);
-    const float scale[2] = {keep ? stages::factor(rows.r[0]) : 0.0f,
-                            keep ? stages::factor(rows.r[1]) : 0.0f};
+    const float scale[2] = {keep ? stages::factor(scale_of(rows[0])) : 0.0f,
+                            keep ? stages::factor(scale_of(rows[8])) : 0.0f};
     add_sum(dq, scale, sums, 128, started);
     finish_rotated(dq, params.softmax_scale, params.rotate);
     store_warp_rows<Config::kDim>(dq, shared.out + (64 * consumer + 16 * warp) * Config::kDim,

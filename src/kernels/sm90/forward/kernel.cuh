@@ -34,6 +34,12 @@ using stages::kKeyTile;
 
 inline constexpr std::uint32_t kOneE4m3x4 = 0x38383838u;  // four codes of 1.0
 
+/// What rarely matters of a query row: kept in shared memory, where it costs no register.
+struct RowFacts {
+  Range visible;  // keys; empty for rows past the document's end
+  int eq;         // the stored byte
+};
+
 template <class Config>
 struct alignas(1024) SharedStorage {
   // producer -> consumers; swizzled as their tensor maps say
@@ -46,7 +52,8 @@ struct alignas(1024) SharedStorage {
   std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
   alignas(16) std::int8_t ek[Config::kStages][kKeyTile];
   alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
-  int item[2];  // beside each q: index into the list, -1 at its end
+  RowFacts rows[Config::kRows];  // written and read by the quad of the row
+  int item[2];                   // beside each q: index into the list, -1 at its end
   tile::RingBarriers<2> q_ring;
   tile::RingBarriers<Config::kStages> kv_ring;
 };
@@ -125,7 +132,8 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
 
 // ---- consumers --------------------------------------------------------------------------------
 
-inline constexpr int kNoUnit = -1000;
+inline constexpr int kNoUnit = -1000;      // no byte is either
+inline constexpr int kNoExponent = -1000;
 
 /// What a thread keeps of its two query rows over the key tiles.
 template <class Config>
@@ -135,14 +143,21 @@ struct Rows {
   float o[Config::kOutputs];
   float m[2];
   float l[2];
-  int unit[2];       // c of the first tile that the row saw, or kNoUnit
-  int eq[2];         // the stored byte: one register where an Exponent takes two
-  Range visible[2];  // keys; empty for rows past the document's end
+  int unit[2];  // c of the first tile that the row saw, or kNoUnit
+  float a[2];   // score factors of tiles whose EK is `a_ek`
+  int a_ek;
+  RowFacts* facts;  // of half 0; half 1 is eight rows on
+
+  __device__ __forceinline__ Range visible(int r) const { return facts[8 * r].visible; }
+  __device__ __forceinline__ Exponent eq(int r) const {
+    return Exponent::stored(static_cast<std::int8_t>(facts[8 * r].eq));
+  }
 
   __device__ __forceinline__ void start(const ForwardParams& params, const Work& work,
                                         int first_row) {
 #pragma unroll
     for (int i = 0; i < Config::kOutputs; ++i) o[i] = 0.0f;
+    a_ek = kNoExponent;
     const Document& d = work.document;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -151,19 +166,32 @@ struct Rows {
       l[r] = 0.0f;
       unit[r] = kNoUnit;
       const bool valid = row < d.q_len;
-      visible[r] = valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
-      eq[r] = valid ? params.q_exponents[work.item.head * params.q_slots + d.q_slot + row] : 0;
+      facts[8 * r] = {
+          valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0},
+          valid ? params.q_exponents[work.item.head * params.q_slots + d.q_slot + row] : 0};
     }
   }
 };
 
+/// Score factors for tiles of one EK. It almost never changes.
+template <class Config>
+__device__ __forceinline__ void use_key_exponent(Rows<Config>& rows, int ek, float score_scale) {
+  if (ek == rows.a_ek) return;
+  rows.a_ek = ek;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows.a[r] = stages::score_factor(score_scale, rows.eq(r),
+                                     Exponent::stored(static_cast<std::int8_t>(ek)));
+  }
+}
+
 /// One key tile as a warpgroup sees it.
 struct KeyTile {
-  int begin;               // first key
-  int keys;                // keys of the document in it
-  const std::int8_t* ek;   // [128], shared
+  int begin;              // first key
+  const std::int8_t* ek;  // [128], shared
   const std::int8_t* ev;
-  std::uint64_t v;         // descriptor of V^T and the ones behind it
+  int first_ev;           // the byte of its first key
+  std::uint64_t v;        // descriptor of V^T and the ones behind it
   std::uint64_t ones;
 };
 
@@ -178,57 +206,71 @@ __device__ __forceinline__ Exponent last_visible_exponent(const KeyTile& tile, R
 }
 
 /// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row.
-template <class Config>
+/// In a tile that shows every row a key (kMasked false), m_new is finite and equal maxima give
+/// 2^0 = 1 by themselves.
+template <class Config, bool kMasked>
 __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&top)[2],
                                               float (&alpha)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float m_new = fmaxf(rows.m[r], top[r]);
-    alpha[r] = m_new == rows.m[r] ? 1.0f : stages::rescale<DeviceOps>(rows.m[r], m_new);
+    alpha[r] = stages::rescale<DeviceOps>(rows.m[r], m_new);
+    if (kMasked and m_new == rows.m[r]) alpha[r] = 1.0f;
     rows.m[r] = m_new;
   }
 }
 
-/// O = O alpha + T 2^(c - unit), l = l alpha + sum.
+/// T = T 2^(c - unit), for rows whose unit is another; the first tile that a row sees sets its unit.
 template <class Config>
-__device__ __forceinline__ void promote(Rows<Config>& rows, float (&t)[Config::kPartials],
-                                        const float (&sum)[2], const float (&alpha)[2],
-                                        const Exponent (&c)[2], const bool (&saw)[2]) {
+__device__ __forceinline__ void to_units(Rows<Config>& rows, float (&t)[Config::kPartials],
+                                         const Exponent (&c)[2], const bool (&saw)[2]) {
   float scale[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (saw[r] and rows.unit[r] == kNoUnit) rows.unit[r] = c[r].nan ? 0 : c[r].value;
     // A row that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
     scale[r] = saw[r] ? stages::factor(c[r] - Exponent(rows.unit[r])) : 1.0f;
-    rows.l[r] = fma_rn(rows.l[r], alpha[r], sum[r]);
   }
-  if (scale[0] != 1.0f or scale[1] != 1.0f) {
 #pragma unroll
-    for (int i = 0; i < Config::kOutputs; ++i) t[i] = mul_rn(t[i], scale[tile::fragment_half(i)]);
-  }
+  for (int i = 0; i < Config::kOutputs; ++i) t[i] = mul_rn(t[i], scale[tile::fragment_half(i)]);
+}
+
+/// O = O alpha + T, l = l alpha + sum.
+template <class Config>
+__device__ __forceinline__ void promote(Rows<Config>& rows, const float (&t)[Config::kPartials],
+                                        const float (&sum)[2], const float (&alpha)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows.l[r] = fma_rn(rows.l[r], alpha[r], sum[r]);
 #pragma unroll
   for (int i = 0; i < Config::kOutputs; ++i) {
     rows.o[i] = fma_rn(rows.o[i], alpha[tile::fragment_half(i)], t[i]);
   }
 }
 
+__device__ __forceinline__ bool sees_any(Range visible, int begin) {
+  return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
+}
+
 /// A tile whose keys share EK and EV: no factor in the loop. Needs score_scale >= 0, so that the
 /// maximum of the scores is the score of the maximum.
 template <class Config, bool kMasked>
 __device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64],
-                                               const KeyTile& tile, float score_scale) {
-  const int column = 2 * (threadIdx.x % 4);
-  const Exponent ek = Exponent::stored(tile.ek[0]);
-  float a[2];
+                                               const KeyTile& tile) {
   float top[2] = {-kInfinity, -kInfinity};
+  // Columns of the tile that each row sees, counted from the thread's first.
+  Range seen[2];
+  if constexpr (kMasked) {
+    const int first = tile.begin + 2 * (threadIdx.x % 4);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) a[r] = stages::score_factor(score_scale, Exponent::stored(rows.eq[r]), ek);
+    for (int r = 0; r < 2; ++r) {
+      seen[r] = {rows.visible(r).begin - first, rows.visible(r).end - first};
+    }
+  }
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
     const int r = tile::fragment_half(i);
     if constexpr (kMasked) {
-      const int key = tile.begin + 8 * (i >> 2) + column + (i & 1);
-      if (not sees(rows.visible[r], key)) s[i] = -kInfinity;
+      if (not sees(seen[r], 8 * (i >> 2) + (i & 1))) s[i] = -kInfinity;
     }
     top[r] = fmaxf(top[r], s[i]);
   }
@@ -236,9 +278,11 @@ __device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float raw = tile::quad_max(top[r]);
-    top[r] = raw == -kInfinity ? -kInfinity : stages::score<DeviceOps>(raw, a[r]);
+    top[r] = stages::score<DeviceOps>(raw, rows.a[r]);
+    // 0 times infinity, where the softmax scale is 0.
+    if (kMasked and raw == -kInfinity) top[r] = -kInfinity;
   }
-  raise_maximum(rows, top, alpha);
+  raise_maximum<Config, kMasked>(rows, top, alpha);
 #pragma unroll
   for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
 
@@ -251,7 +295,7 @@ __device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
       const bool masked = kMasked and s[i] == -kInfinity;
-      s[i] = stages::probability<DeviceOps>(s[i], a[r], addend[r]);
+      s[i] = stages::probability<DeviceOps>(s[i], rows.a[r], addend[r]);
       if (masked) s[i] = 0.0f;
     }
     tile::pack_operand(codes[g], s + 16 * g);
@@ -268,15 +312,13 @@ __device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64
   ptx::pin(t);
 
   const float sum[2] = {t[Config::kOutputs], t[Config::kOutputs + 2]};
-  const Exponent ev = Exponent::stored(tile.ev[0]);
-  const Exponent c[2] = {ev, ev};
-  const bool saw[2] = {not kMasked or not Range{max(rows.visible[0].begin, tile.begin),
-                                                min(rows.visible[0].end, tile.begin + kKeyTile)}
-                                              .empty(),
-                       not kMasked or not Range{max(rows.visible[1].begin, tile.begin),
-                                                min(rows.visible[1].end, tile.begin + kKeyTile)}
-                                              .empty()};
-  promote(rows, t, sum, alpha, c, saw);
+  if (tile.first_ev != rows.unit[0] or tile.first_ev != rows.unit[1]) {
+    const Exponent ev = Exponent::stored(static_cast<std::int8_t>(tile.first_ev));
+    const bool saw[2] = {not kMasked or sees_any(rows.visible(0), tile.begin),
+                         not kMasked or sees_any(rows.visible(1), tile.begin)};
+    to_units(rows, t, {ev, ev}, saw);
+  }
+  promote(rows, t, sum, alpha);
 }
 
 /// Any tile: factors of every key in the loop, h and hs packed apart. The same bits as
@@ -285,29 +327,28 @@ template <class Config>
 __device__ __forceinline__ void attend_general(Rows<Config>& rows, float (&s)[64], const KeyTile& tile,
                                             float score_scale) {
   const int column = 2 * (threadIdx.x % 4);
+  const Range visible[2] = {rows.visible(0), rows.visible(1)};
   bool saw[2];
   Exponent c[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    saw[r] = not Range{max(rows.visible[r].begin, tile.begin),
-                       min(rows.visible[r].end, tile.begin + kKeyTile)}
-                     .empty();
-    c[r] = last_visible_exponent(tile, rows.visible[r]);
+    saw[r] = sees_any(visible[r], tile.begin);
+    c[r] = last_visible_exponent(tile, visible[r]);
   }
   float top[2] = {-kInfinity, -kInfinity};
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
     const int r = tile::fragment_half(i);
     const int k = 8 * (i >> 2) + column + (i & 1);
-    if (sees(rows.visible[r], tile.begin + k)) {
-      const float a = stages::score_factor(score_scale, Exponent::stored(rows.eq[r]), Exponent::stored(tile.ek[k]));
+    if (sees(visible[r], tile.begin + k)) {
+      const float a = stages::score_factor(score_scale, rows.eq(r), Exponent::stored(tile.ek[k]));
       top[r] = fmaxf(top[r], stages::score<DeviceOps>(s[i], a));
     }
   }
   float alpha[2], addend[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) top[r] = tile::quad_max(top[r]);
-  raise_maximum(rows, top, alpha);
+  raise_maximum<Config, true>(rows, top, alpha);
 #pragma unroll
   for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
 
@@ -320,8 +361,8 @@ __device__ __forceinline__ void attend_general(Rows<Config>& rows, float (&s)[64
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
       const int k = 8 * (i >> 2) + column + (i & 1);
-      const bool seen = sees(rows.visible[r], tile.begin + k);
-      const float a = stages::score_factor(score_scale, Exponent::stored(rows.eq[r]), Exponent::stored(tile.ek[k]));
+      const bool seen = sees(visible[r], tile.begin + k);
+      const float a = stages::score_factor(score_scale, rows.eq(r), Exponent::stored(tile.ek[k]));
       const float p = stages::probability<DeviceOps>(s[i], a, addend[r]);
       s[i] = seen ? p : 0.0f;
     }
@@ -330,7 +371,7 @@ __device__ __forceinline__ void attend_general(Rows<Config>& rows, float (&s)[64
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
       const int k = 8 * (i >> 2) + column + (i & 1);
-      const bool seen = sees(rows.visible[r], tile.begin + k);
+      const bool seen = sees(visible[r], tile.begin + k);
       const Exponent ev = Exponent::stored(tile.ev[k]);
       // Equal exponents need no factor, NaN ones included: T carries their NaN.
       const float h = ev == c[r] ? s[i] : mul_rn(s[i], stages::factor(ev - c[r]));
@@ -352,8 +393,8 @@ __device__ __forceinline__ void attend_general(Rows<Config>& rows, float (&s)[64
     ptx::pin(t);
     ptx::pin(sums);
   }
-  const float sum[2] = {sums[0], sums[2]};
-  promote(rows, t, sum, alpha, c, saw);
+  to_units(rows, t, c, saw);
+  promote(rows, t, {sums[0], sums[2]}, alpha);
 }
 
 /// O, LSE, mu and L of the thread's rows; rows of the document only are written.
@@ -368,7 +409,7 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
   for (int r = 0; r < 2; ++r) {
     const float l = mul_rn(rows.l[r], pow2(-stages::kProbabilityShift));
     const float unit = stages::output_factor(Exponent(rows.unit[r] == kNoUnit ? 0 : rows.unit[r]));
-    const bool keyless = rows.visible[r].empty();
+    const bool keyless = rows.visible(r).empty();
 #pragma unroll
     for (int i = 2 * r; i < Config::kOutputs; i += 4) {
 #pragma unroll
@@ -402,9 +443,17 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
   const bool leader = threadIdx.x % 32 == 0;
   if (consumer == Config::kConsumers - 1) ptx::named_barrier_arrive(1, kPair);
 
+  const auto descriptor_of = [](const void* pointer) {
+    return tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(pointer));
+  };
+  const std::uint64_t q_descriptors = descriptor_of(shared.q[0] + consumer * 64 * Config::kDim);
+  const std::uint64_t k_descriptors = descriptor_of(shared.stages[0].k);
+  const std::uint64_t v_descriptors = descriptor_of(shared.stages[0].v);
+  const std::uint64_t ones_descriptors = descriptor_of(shared.stages[0].ones);
   tile::RingPosition<2> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   Rows<Config> rows;
+  rows.facts = shared.rows + consumer * 64 + tile::fragment_row(threadIdx.x % 128, 0);
   while (true) {
     shared.q_ring.wait_full(q_at);
     const int index = shared.item[q_at.stage];
@@ -422,25 +471,32 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       all = {last.begin, first.end};
       any = {first.begin, last.end};
     }
-    const std::uint64_t q_descriptor = tile::k_major_descriptor(
-        tile::Swizzle::k128,
-        ptx::shared_address(shared.q[q_at.stage]) + consumer * 64 * Config::kDim);
+    const std::uint64_t q_descriptor =
+        q_descriptors + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit);
+    const int last_tile = (d.k_len - 1) / kKeyTile;
+    const int last_key = (d.k_len - 1) % kKeyTile;
+    bool nonnegative = params.score_scale >= 0.0f;
 
     for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
-      auto& stage = shared.stages[kv_at.stage];
+      const std::uint64_t stage = kv_at.stage * (sizeof(shared.stages[0]) / tile::kDescriptorUnit);
       KeyTile tile;
       tile.begin = t * kKeyTile;
-      tile.keys = min(kKeyTile, work.document.k_len - tile.begin);
       tile.ek = shared.ek[kv_at.stage];
       tile.ev = shared.ev[kv_at.stage];
-      tile.v = tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.v));
-      tile.ones = tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.ones));
-      const std::uint64_t k_descriptor =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k));
+      tile.v = v_descriptors + stage;
+      tile.ones = ones_descriptors + stage;
       const bool some = max(any.begin, tile.begin) < min(any.end, tile.begin + kKeyTile);
       const bool every = all.begin <= tile.begin and tile.begin + kKeyTile <= all.end;
 
+      // What the softmax wants to know of the keys is read before the turn comes.
       shared.kv_ring.wait_full(kv_at);
+      const int last = t == last_tile ? last_key : kKeyTile - 1;
+      tile.first_ev = tile.ev[0];
+      const int first_ek = tile.ek[0];
+      const bool uniform =
+          nonnegative and first_ek == tile.ek[last] and tile.first_ev == tile.ev[last];
+      use_key_exponent(rows, first_ek, params.score_scale);
+
       ptx::named_barrier_sync(own_turn, kPair);
       if (not some) {
         ptx::named_barrier_arrive(next_turn, kPair);
@@ -448,25 +504,23 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
         float s[64];
         ptx::wgmma_fence();
         using Scores = ptx::WgmmaE4m3<kKeyTile>;
-        Scores::fresh_ss(s, q_descriptor, k_descriptor);
+        Scores::fresh_ss(s, q_descriptor, k_descriptors + stage);
 #pragma unroll
         for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
           Scores::add_ss(s, q_descriptor + k * tile::kDescriptorStepK32,
-                         k_descriptor + k * tile::kDescriptorStepK32);
+                         k_descriptors + stage + k * tile::kDescriptorStepK32);
         }
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<0>();
         ptx::pin(s);
         ptx::named_barrier_arrive(next_turn, kPair);
 
-        const bool uniform = tile.ek[0] == tile.ek[tile.keys - 1] and
-                             tile.ev[0] == tile.ev[tile.keys - 1] and params.score_scale >= 0.0f;
-        if (not uniform) {
-          attend_general(rows, s, tile, params.score_scale);
-        } else if (every) {
-          attend_uniform<Config, false>(rows, s, tile, params.score_scale);
+        if (uniform and every) {
+          attend_uniform<Config, false>(rows, s, tile);
+        } else if (uniform) {
+          attend_uniform<Config, true>(rows, s, tile);
         } else {
-          attend_uniform<Config, true>(rows, s, tile, params.score_scale);
+          attend_general(rows, s, tile, params.score_scale);
         }
       }
       if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
