@@ -80,8 +80,8 @@ bool Report::promises_kept() const {
 Report measure(const Capture& capture, const MeasureOptions& options) {
   Report report;
   report.capture = capture.name;
-  report.shape =
-      fmt::format("{} tokens in {} documents, causal", capture.tokens, capture.documents());
+  report.shape = fmt::format("{} tokens, {} {}, causal", capture.tokens, capture.documents(),
+                             capture.documents() == 1 ? "document" : "documents");
   report.recipes = choose_recipes(capture, options, report.notes);
   const auto registry = mxattn::recipes();
 
