@@ -173,7 +173,7 @@ void add_plan_command(CLI::App& app, Action& action) {
       ->check(CLI::IsMember({"forward", "dq", "dkv"}))
       ->capture_default_str();
   command->add_option("--tile", options->tile,
-                      "Queries of an item: 128, 192 or 256; keys: 64 or 128 (dkv)");
+                      "Queries of an item: 128, 192 or 256; keys: 64, 128 or 256 (dkv)");
   command->add_option("--heads-per-group", options->heads_per_group,
                       "Heads worked on together, to keep their K and V in the L2 cache");
   command->add_option("--cost-per-tile", options->cost_per_tile, "Cost of a 128 x 128 tile")

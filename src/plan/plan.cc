@@ -114,7 +114,8 @@ void check_spec(const PlanSpec& spec) {
   require(spec.heads_k > 0 and spec.heads_q % spec.heads_k == 0, "heads_k", spec.heads_k,
           "a divisor of heads_q = ", spec.heads_q);
   if (spec.pass == Pass::kDkv) {
-    require(spec.tile == 64 or spec.tile == 128, "tile", spec.tile, "64 or 128 keys for dkv");
+    require(spec.tile == 64 or spec.tile == 128 or spec.tile == 256, "tile", spec.tile,
+            "64, 128 or 256 keys for dkv");
   } else {
     require(spec.tile == 128 or spec.tile == 192 or spec.tile == 256, "tile", spec.tile,
             "128, 192 or 256 queries for ", name_of(spec.pass));

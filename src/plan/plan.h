@@ -50,7 +50,7 @@ struct PlanSpec {
   Pass pass = Pass::kForward;
   int heads_q = 1;
   int heads_k = 1;  // divides heads_q
-  int tile = 256;   // positions of an item: 128, 192 or 256 queries; 64 or 128 keys (kDkv)
+  int tile = 256;   // positions of an item: 128, 192 or 256 queries; 64, 128 or 256 keys (kDkv)
   Order order = Order::kSortedDynamic;
   // Heads (of the pass: query heads, or key heads with kDkv) that are worked on together so that
   // their K and V stay in L2; 0: all. The groups follow one another and each is sorted by itself,

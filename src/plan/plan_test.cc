@@ -287,8 +287,8 @@ TEST(Plan, RefusesBadSpecs) {
   EXPECT_EQ(message({.heads_q = 4, .heads_k = 3}),
             "heads_k = 3: expected a divisor of heads_q = 4");
   EXPECT_EQ(message({.tile = 100}), "tile = 100: expected 128, 192 or 256 queries for forward");
-  EXPECT_EQ(message({.pass = Pass::kDkv, .tile = 256}),
-            "tile = 256: expected 64 or 128 keys for dkv");
+  EXPECT_EQ(message({.pass = Pass::kDkv, .tile = 192}),
+            "tile = 192: expected 64, 128 or 256 keys for dkv");
   EXPECT_EQ(message({.heads_per_group = -1}), "heads_per_group = -1: expected 0 or more");
 }
 

@@ -55,7 +55,7 @@ plan::Plan make_plan(const Problem& problem, plan::Pass pass) {
   spec.pass = pass;
   spec.heads_q = problem.heads_q;
   spec.heads_k = problem.heads_k;
-  spec.tile = pass == plan::Pass::kDkv ? cpu::kTile : cpu::kMaxUnits * cpu::kTile;
+  spec.tile = cpu::kMaxUnits * cpu::kTile;
   return plan::make_plan(*problem.pack, problem.mask, spec);
 }
 
