@@ -1,8 +1,8 @@
 # mxattn_room(NAME <room> [SOURCES ...] [DEPENDS <rooms> ...] [LIBRARIES ...] [TESTS ...])
 #
 # One room, one target mxattn_<room>; the rooms it depends on are the only ones it links, and
-# tools/check_layers holds its includes to the same list. TESTS lie beside the code they test and
-# become one program, mxattn_<room>_test.
+# tools/check_layers holds its includes to the same list. Rooms of device code are left out of a
+# build without nvcc. TESTS lie beside the code they test and become one program, mxattn_<room>_test.
 
 # Looked up here, so that every room and whoever links one sees the imported targets.
 find_package(Threads REQUIRED)
@@ -46,7 +46,9 @@ function(mxattn_room)
   target_include_directories(${target} ${scope} ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${target} ${scope} mxattn_options ${ROOM_LIBRARIES})
   foreach(room IN LISTS ROOM_DEPENDS)
-    target_link_libraries(${target} ${scope} mxattn_${room})
+    if(MXATTN_HAS_CUDA OR TARGET mxattn_${room})
+      target_link_libraries(${target} ${scope} mxattn_${room})
+    endif()
   endforeach()
 
   if(MXATTN_BUILD_TESTS AND ROOM_TESTS)

@@ -145,7 +145,8 @@ MXATTN_API mxattn_status mxattn_state_count(const mxattn_problem* problem, int32
 MXATTN_API mxattn_status mxattn_state_at(const mxattn_problem* problem, int32_t index,
                                          mxattn_buffer_info* info);
 
-/* Scratch memory on the device of the problem for any one call; 0 on the CPU. */
+/* Scratch memory on the device of the problem for any one call, at a multiple of 256; 0 on the CPU.
+ * Calls that may run at the same time need one each. */
 MXATTN_API mxattn_status mxattn_workspace_bytes(const mxattn_problem* problem, uint64_t* bytes);
 
 typedef struct mxattn_buffer {
@@ -156,7 +157,11 @@ typedef struct mxattn_buffer {
 /* ---- calls -------------------------------------------------------------------------------- */
 
 /* What every call takes. cu_seqlens: I32, rank 1, num_documents + 1 entries, from 0, never
- * decreasing, the last at most the total. A cu_seqlens_k without data means that of the queries. */
+ * decreasing, the last at most the total. A cu_seqlens_k without data means that of the queries.
+ *
+ * On a CUDA device every address is the device's, cu_seqlens included. A call enqueues its work on
+ * the stream and returns: it neither waits nor allocates, and may be captured into a graph. Lengths
+ * are taken as they are (mxattn_check_cu_seqlens of mxattn/plan.h looks at them). */
 typedef struct mxattn_call {
   mxattn_tensor cu_seqlens_q;
   mxattn_tensor cu_seqlens_k;

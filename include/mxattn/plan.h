@@ -29,6 +29,37 @@ MXATTN_API mxattn_status mxattn_plan_create(const mxattn_problem* problem,
                                             const mxattn_tensor* cu_seqlens_k, mxattn_plan** plan);
 MXATTN_API void mxattn_plan_destroy(mxattn_plan* plan); /* null is fine */
 
+/* The same for a problem on a CUDA device, where lengths and lists lie in memory of the device. */
+typedef struct mxattn_device_plan_args {
+  uint64_t size;
+  mxattn_tensor cu_seqlens_q; /* of the device, as in mxattn_call */
+  mxattn_tensor cu_seqlens_k; /* may be without data: that of the queries */
+  void* memory;               /* mxattn_plan_bytes, a multiple of 256 */
+  uint64_t memory_bytes;
+  void* workspace; /* as in mxattn_call; free again when the stream has passed this call */
+  uint64_t workspace_bytes;
+  void* stream;
+} mxattn_device_plan_args;
+
+MXATTN_API void mxattn_device_plan_args_init(mxattn_device_plan_args* args);
+
+/* Bytes of memory for the lists; 0 on the CPU. Never reads the lengths. */
+MXATTN_API mxattn_status mxattn_plan_bytes(const mxattn_problem* problem, uint64_t* bytes);
+
+/* Enqueues the building of the lists on the stream and returns: no host synchronisation, and a
+ * captured graph may be replayed with other lengths. Calls that name the plan come later on that
+ * stream or wait for it. The caller keeps memory and cu_seqlens until the last of them is done; the
+ * handle itself owns neither. */
+MXATTN_API mxattn_status mxattn_plan_create_on_device(const mxattn_problem* problem,
+                                                      const mxattn_device_plan_args* args,
+                                                      mxattn_plan** plan);
+
+/* Reads the lengths and checks them: for debugging on a device, where calls take them as they are.
+ * Waits for the stream. cu_seqlens_k may be null. */
+MXATTN_API mxattn_status mxattn_check_cu_seqlens(const mxattn_problem* problem,
+                                                 const mxattn_tensor* cu_seqlens_q,
+                                                 const mxattn_tensor* cu_seqlens_k, void* stream);
+
 /* ---- simulation ------------------------------------------------------------------------------
  * How evenly every order of a list spreads over equal workers. Runs no attention and touches no
  * device. An item costs cost_per_tile for every 128 x 128 tile that the mask lets it visit, plus

@@ -8,6 +8,7 @@
 #include "api/abi.h"
 #include "api/backends.h"
 #include "api/calls.h"
+#include "api/devices.h"
 #include "api/dtype.h"
 #include "api/machine.h"
 #include "api/problem.h"
@@ -110,6 +111,35 @@ mxattn_status mxattn_plan_create(const mxattn_problem* problem, const mxattn_ten
   });
 }
 
+mxattn_status mxattn_plan_bytes(const mxattn_problem* problem, uint64_t* bytes) {
+  return guarded([&] {
+    write("bytes", bytes, mxattn::api::device_lists_bytes(deref("problem", problem).problem));
+  });
+}
+
+void mxattn_device_plan_args_init(mxattn_device_plan_args* args) { init_struct(args); }
+
+mxattn_status mxattn_plan_create_on_device(const mxattn_problem* problem,
+                                           const mxattn_device_plan_args* args,
+                                           mxattn_plan** plan) {
+  return guarded([&] {
+    require(plan != nullptr, "plan", "null", "an address");
+    *plan = nullptr;
+    *plan = new mxattn_plan{mxattn::api::make_device_lists(deref("problem", problem).problem,
+                                                           read_struct("args", args))};
+  });
+}
+
+mxattn_status mxattn_check_cu_seqlens(const mxattn_problem* problem,
+                                      const mxattn_tensor* cu_seqlens_q,
+                                      const mxattn_tensor* cu_seqlens_k, void* stream) {
+  return guarded([&] {
+    mxattn::api::check_lengths_of(
+        deref("problem", problem).problem, deref("cu_seqlens_q", cu_seqlens_q),
+        cu_seqlens_k == nullptr ? mxattn_tensor{} : *cu_seqlens_k, stream);
+  });
+}
+
 void mxattn_plan_destroy(mxattn_plan* plan) { delete plan; }
 
 // ---- memory ----------------------------------------------------------------------------------
@@ -140,10 +170,8 @@ mxattn_status mxattn_state_at(const mxattn_problem* problem, int32_t index,
 }
 
 mxattn_status mxattn_workspace_bytes(const mxattn_problem* problem, uint64_t* bytes) {
-  return guarded([&] {
-    deref("problem", problem);
-    write("bytes", bytes, uint64_t{0});  // CPU kernels keep a few tiles a thread, of their own
-  });
+  return guarded(
+      [&] { write("bytes", bytes, deref("problem", problem).problem.workspace_bytes()); });
 }
 
 // ---- calls -----------------------------------------------------------------------------------
@@ -214,20 +242,28 @@ mxattn_status mxattn_backend_at(int32_t index, mxattn_backend_info* info) {
                                      .name = entry.name,
                                      .summary = entry.summary,
                                      .device_kind = entry.device_kind,
-                                     .available = entry.backend != nullptr,
-                                     .reason = entry.missing});
+                                     .available = *entry.missing() == 0,
+                                     .reason = entry.missing()});
   });
 }
 
 const char* mxattn_simd_targets(void) { return mxattn::api::simd_targets(); }
 const char* mxattn_matrix_engine(void) { return mxattn::api::matrix_engine(); }
 
-int32_t mxattn_device_count(void) { return 0; }
+int32_t mxattn_device_count(void) {
+  try {
+    return static_cast<int32_t>(mxattn::api::devices().list.size());
+  } catch (...) {  // a driver that fails
+    return 0;
+  }
+}
 
 mxattn_status mxattn_device_name(int32_t index, const char** name) {
   return guarded([&] {
     require(name != nullptr, "name", "null", "an address");
-    require(false, "index", index, "less than mxattn_device_count() = ", mxattn_device_count());
+    require(index >= 0 and index < mxattn_device_count(), "index", index,
+            "0 to less than mxattn_device_count() = ", mxattn_device_count());
+    *name = mxattn::api::devices().list[static_cast<std::size_t>(index)].name.c_str();
   });
 }
 

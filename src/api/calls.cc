@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "api/checks.h"
+#include "api/devices.h"
 #include "api/work_lists.h"
 #include "base/error.h"
 #include "pack/pack.h"
@@ -26,8 +27,14 @@ class Checker {
  public:
   Checker(const Problem& problem, const mxattn_call& call) : problem_(problem), call_(call) {
     require(call.reserved == 0, "call.reserved", call.reserved, "0");
-    require(call.stream == nullptr, "call.stream", call.stream, "null on the CPU");
     check_state(problem.state, call.state, call.num_state);
+    if (problem.on_device() != nullptr) {
+      device_call_ = check_device_call(
+          problem, call.cu_seqlens_q, call.cu_seqlens_k, call.workspace, call.workspace_bytes,
+          call.stream, call.plan == nullptr ? nullptr : &call.plan->lists, regions_);
+      return;
+    }
+    require(call.stream == nullptr, "call.stream", call.stream, "null on the CPU");
     if (call.plan != nullptr) {
       take_lists(call.plan->lists);
       return;
@@ -68,10 +75,15 @@ class Checker {
                      "(heads_q, total_q)", access, regions_);
   }
 
-  /// The last checks; returns the problem with its pack. Lives as long as the checker.
+  /// The last checks; returns the problem with its pack, which lives as long as the checker. On a
+  /// device the lengths are not known: there is no pack.
   kernels::Problem begin() {
-    regions_.check();
     kernels::Problem kernel = problem_.kernel;
+    if (problem_.on_device() != nullptr) {
+      check_device_regions(problem_, regions_);
+      return kernel;
+    }
+    regions_.check();
     kernel.pack = &pack();
     if (lists_ != nullptr and lists_->planned) kernel.plans = &lists_->plans;
     return kernel;
@@ -88,8 +100,11 @@ class Checker {
   }
 
   State bind() const {
-    return bind_state(problem_.kernel, problem_.state, call_.state, pack().q_slots, pack().k_slots);
+    return bind_state(problem_.kernel, problem_.state, call_.state, problem_.device.q_slots(),
+                      problem_.device.k_slots());
   }
+
+  const kernels::DeviceCall& device_call() const { return device_call_; }
 
  private:
   const Pack& pack() const { return lists_ != nullptr ? lists_->pack : own_pack_; }
@@ -116,6 +131,7 @@ class Checker {
   Regions regions_;
   Pack own_pack_;
   const WorkLists* lists_ = nullptr;
+  kernels::DeviceCall device_call_;
 };
 
 const char* operand_name(int operand) {
@@ -184,6 +200,14 @@ void forward(const Problem& problem, const mxattn_forward_args& args) {
                                  .state = check.bind(),
                                  .out = view_of<Bf16Bits>(args.out),
                                  .lse = static_cast<float*>(args.lse.data)};
+  if (problem.on_device() != nullptr) {
+    const CurrentDevice current(problem.device_index);
+    problem.on_device()->forward(problem.device, check.device_call(), run,
+                                 {.q = (args.quantized & MXATTN_Q) != 0,
+                                  .k = (args.quantized & MXATTN_K) != 0,
+                                  .v = (args.quantized & MXATTN_V) != 0});
+    return;
+  }
   if (kernel.recipe.quantised()) {
     for (const auto& [operand, x] :
          {std::pair{MXATTN_Q, &run.q}, std::pair{MXATTN_K, &run.k}, std::pair{MXATTN_V, &run.v}}) {
@@ -209,7 +233,7 @@ void backward(const Problem& problem, const mxattn_backward_args& args) {
   check.state(Access::kRead, MXATTN_Q | MXATTN_K | MXATTN_V, true);
 
   const kernels::Problem kernel = check.begin();
-  problem.run().backward(kernel, {.q = check.query_view(args.q),
+  const kernels::BackwardArgs run{.q = check.query_view(args.q),
                                   .k = check.key_view(args.k),
                                   .v = check.key_view(args.v),
                                   .out = view_of<const Bf16Bits>(args.out),
@@ -218,7 +242,13 @@ void backward(const Problem& problem, const mxattn_backward_args& args) {
                                   .state = check.bind(),
                                   .dq = view_of<Bf16Bits>(args.dq),
                                   .dk = view_of<Bf16Bits>(args.dk),
-                                  .dv = view_of<Bf16Bits>(args.dv)});
+                                  .dv = view_of<Bf16Bits>(args.dv)};
+  if (problem.on_device() != nullptr) {
+    const CurrentDevice current(problem.device_index);
+    problem.on_device()->backward(problem.device, check.device_call(), run);
+    return;
+  }
+  problem.run().backward(kernel, run);
 }
 
 void quantize_operand(const Problem& problem, const mxattn_quantize_args& args) {
@@ -227,10 +257,20 @@ void quantize_operand(const Problem& problem, const mxattn_quantize_args& args) 
   check_operand(check, problem, args, MXATTN_BF16, Access::kRead, Access::kWrite);
   const kernels::Problem kernel = check.begin();
   const State state = check.bind();
-  fill(kernel, side_of(state, args.operand), view_of<const Bf16Bits>(args.tensor));
+  const Side side = side_of(state, args.operand);
+  const auto x = view_of<const Bf16Bits>(args.tensor);
+  if (problem.on_device() != nullptr) {
+    const CurrentDevice current(problem.device_index);
+    problem.on_device()->quantize(problem.device, check.device_call(), side.role, x, side.operand);
+    return;
+  }
+  fill(kernel, side, x);
 }
 
 void dequantize_operand(const Problem& problem, const mxattn_quantize_args& args) {
+  if (problem.on_device() != nullptr) {
+    unsupported("backend ", problem.backend.entry->name, " does not dequantize");
+  }
   Checker check(problem, args.call);
   require(args.rotate_back == 0 or args.rotate_back == 1, "rotate_back", args.rotate_back,
           "0 or 1");

@@ -36,6 +36,7 @@ class Regions {
   void add_bytes(std::string name, Access access, const void* data, std::uint64_t bytes);
   /// Throws kInvalidArgument with both names if a written region meets another one.
   void check() const;
+  const std::vector<Region>& all() const { return regions_; }
 
  private:
   std::vector<Region> regions_;

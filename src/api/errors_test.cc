@@ -74,7 +74,7 @@ const BadConfig kBadConfigs[] = {
      "device_index = -1: expected at least 0"},
     {"size", [](auto& c) { c.size = 8; }, "config.size = 8: expected at least "},
     {"no_cuda", [](auto& c) { c.backend = "cuda"; },
-     "backend cuda cannot run the problem: this build holds no CUDA kernels", MXATTN_UNSUPPORTED},
+     "backend cuda cannot run the problem: ", MXATTN_UNSUPPORTED},
     {"cuda_memory",
      [](auto& c) {
        c.backend = "auto";

@@ -1,7 +1,9 @@
 // What mxattn_problem_explain tells people.
 #include <sstream>
 
+#include "api/devices.h"
 #include "api/problem.h"
+#include "base/error.h"
 #include "recipe/stages.h"
 
 namespace mxattn::api {
@@ -59,6 +61,17 @@ std::string text(const Mask& mask) {
   return out.str();
 }
 
+std::string engine(const Problem& problem) {
+  if (problem.on_device() != nullptr) {
+    const DeviceInfo& device = devices().list[static_cast<std::size_t>(problem.device_index)];
+    return detail::concat(problem.on_device()->engine, ", device ", problem.device_index, ": ",
+                          device.name, ", ", device.multiprocessors, " multiprocessors");
+  }
+  const int threads = problem.kernel.threads;
+  return detail::concat(problem.backend.entry->engine(), ", ", threads,
+                        threads == 1 ? " thread" : " threads");
+}
+
 }  // namespace
 
 std::string explain(const Problem& problem) {
@@ -88,9 +101,9 @@ std::string explain(const Problem& problem) {
       << (recipe.key_order == KeyOrder::kDescending ? "from the diagonal down"
                                                     : "from the document's start up")
       << "\n"
-      << "engine:   " << problem.backend.entry->engine() << ", " << kernel.threads
-      << (kernel.threads == 1 ? " thread\n" : " threads\n") << "memory:   state " << state_bytes
-      << " bytes in " << problem.state.size() << " buffers, workspace 0 bytes\n";
+      << "engine:   " << engine(problem) << "\n"
+      << "memory:   state " << state_bytes << " bytes in " << problem.state.size()
+      << " buffers, workspace " << problem.workspace_bytes() << " bytes\n";
   return out.str();
 }
 

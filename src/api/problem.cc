@@ -95,8 +95,14 @@ Problem make_problem(const mxattn_problem_config& config) {
   problem.total_k = config.total_k;
   problem.num_documents = config.num_documents;
 
+  problem.device_index = config.device_index;
+  problem.device.problem = kernel;
+  problem.device.num_documents = config.num_documents;
+  problem.device.total_q = config.total_q;
+  problem.device.total_k = config.total_k;
   problem.backend = choose_backend(config.backend == nullptr ? "auto" : config.backend,
-                                   config.device_kind, kernel);
+                                   config.device_kind, config.device_index, problem.device);
+  kernel = problem.device.problem;
   problem.state = state_layout(kernel, problem.total_q, problem.total_k, problem.num_documents);
   problem.explanation = explain(problem);
   return problem;

@@ -23,8 +23,19 @@ struct Problem {
   int num_documents = 0;
   std::vector<StateBuffer> state;
   std::string explanation;
+  kernels::DeviceProblem device;  // the same, for a device
+  int device_index = 0;
 
+  /// Null on the CPU, where run() has the kernels.
+  const kernels::DeviceBackend* on_device() const { return backend.device; }
   const kernels::Backend& run() const { return *backend.entry->backend(); }
+  /// Scratch memory of a call.
+  std::uint64_t workspace_bytes() const {
+    // CPU kernels keep a few tiles a thread, of their own.
+    return on_device() == nullptr
+               ? 0
+               : static_cast<std::uint64_t>(on_device()->workspace_bytes(device));
+  }
 };
 
 /// Checks the configuration and chooses the backend; throws Error.

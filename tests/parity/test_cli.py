@@ -62,7 +62,7 @@ def file_bytes(tensors: dict[str, tuple[str, object]], change=lambda header: Non
 def test_info_lists_what_there_is():
     info = json.loads(mxattn("info", "--json").stdout)
     assert set(info) >= {"version", "backends", "simd_targets", "recipes", "threads", "devices"}
-    assert info["devices"] == [] and info["threads"] >= 1
+    assert isinstance(info["devices"], list) and info["threads"] >= 1
     recipes = {r["name"]: r for r in info["recipes"]}
     assert recipes["fp8"]["form"] == "folded" and recipes["fp8"]["strictly_causal"]
     assert recipes["fp8_tensor"]["control"]
@@ -132,7 +132,7 @@ def test_run_takes_every_backend_and_leaves_out_what_it_cannot_run(tmp_path):
         (("dance",), "dance"),
         (("demo", "--recipe", "fp7"), "expected one of fp8, mxfp8"),
         (("demo", "--backend", "tpu"), "expected one of auto, cpu, cpu_exact"),
-        (("demo", "--backend", "cuda"), "no CUDA kernels"),
+        (("demo", "--backend", "cuda"), "cuda cannot run the problem"),
         (("demo", "--recipe", "fp8_tensor", "--backend", "cpu"), "cpu cannot run the problem"),
         (("demo", "--threads", "-1"), "threads = -1: expected 0"),
         (("run",), "--capture is required"),
