@@ -32,18 +32,19 @@ TEST(Swizzle, BitEqualPermutationOfSixteenByteUnits) {
 
 TEST(Swizzle, BitEqualDescriptorFields) {
   const std::uint64_t wide = k_major_descriptor(Swizzle::k128, 0x2400);
-  EXPECT_EQ(wide & 0x3FFF, 0x240u);          // address / 16
-  EXPECT_EQ((wide >> 32) & 0x3FFF, 64u);     // eight rows of 128 bytes / 16
-  EXPECT_EQ(wide >> 62, 1u);                 // 128-byte swizzle
-  EXPECT_EQ((wide >> 49) & 7, 0u);           // base offset: tiles start at multiples of 1024
+  EXPECT_EQ(wide & 0x3FFF, 0x240u);       // address / 16
+  EXPECT_EQ((wide >> 32) & 0x3FFF, 64u);  // eight rows of 128 bytes / 16
+  EXPECT_EQ(wide >> 62, 1u);              // 128-byte swizzle
+  EXPECT_EQ((wide >> 49) & 7, 0u);        // base offset: tiles start at multiples of 1024
   const std::uint64_t narrow = k_major_descriptor(Swizzle::k64, 0x2400);
   EXPECT_EQ((narrow >> 32) & 0x3FFF, 32u);
   EXPECT_EQ(narrow >> 62, 2u);
-  EXPECT_EQ(kDescriptorStepK32 * 16, 32u);   // bytes
+  EXPECT_EQ(kDescriptorStepK32 * 16, 32u);  // bytes
 }
 
 // An accumulator's registers, packed by pack_operand, are an A operand whose position p of 16
-// holds column pi(p): lane l of a quad holds A columns 4 l .. 4 l + 3 of each 16 (PTX ISA 9.7.15.5.1).
+// holds column pi(p): lane l of a quad holds A columns 4 l .. 4 l + 3 of each 16 (PTX
+// ISA 9.7.15.5.1).
 TEST(Swizzle, BitEqualOrderOfPackedOperands) {
   // Registers in the order in which pack_operand takes those of the first row.
   constexpr int kTaken[2][4] = {{0, 1, 4, 5}, {8, 9, 12, 13}};

@@ -75,8 +75,8 @@ std::int64_t lists_bytes(const DeviceProblem& problem) {
 
 void build(const DeviceProblem& problem, const DeviceCall& call, Pass pass, const DeviceList& list,
            void* scratch) {
-  plan::cuda::build_plan(list_spec(problem, pass), call.cu_seqlens_q, call.cu_seqlens_k,
-                         list.items, list.num_items, scratch, stream_of(call));
+  plan::cuda::build_plan(list_spec(problem, pass), call.cu_seqlens_q, call.cu_seqlens_k, list.items,
+                         list.num_items, scratch, stream_of(call));
 }
 
 DeviceLists make_lists(const DeviceProblem& problem, const DeviceCall& call, void* memory) {

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kThreads) outside_kernel(const OutsideArgs arg
     const std::int64_t count = (x.tokens - begin) * x.heads * pieces;
     for (std::int64_t i = thread; i < count; i += threads) {
       const std::int64_t row = i / pieces;
-      std::uint16_t* to = x.row(begin + row / x.heads, static_cast<int>(row % x.heads)) +
-                          i % pieces * kPiece;
+      std::uint16_t* to =
+          x.row(begin + row / x.heads, static_cast<int>(row % x.heads)) + i % pieces * kPiece;
       if (aligned) {
         *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
       } else {

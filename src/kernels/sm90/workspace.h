@@ -56,12 +56,12 @@ struct ForwardWorkspace {
 };
 
 struct BackwardWorkspace {
-  std::uint8_t* q_transposed;     // (heads_q, d, q_slots)
-  std::uint8_t* k_transposed;     // (heads_k, d, k_slots)
-  std::int8_t* v_running_norms;   // (heads_k, k_slots)
-  Operand g;                      // codes, exponents and norms
-  std::uint8_t* g_transposed;     // (heads_q, d, q_slots)
-  std::int8_t* output_norms;      // (heads_q, q_slots), and so the next two
+  std::uint8_t* q_transposed;    // (heads_q, d, q_slots)
+  std::uint8_t* k_transposed;    // (heads_k, d, k_slots)
+  std::int8_t* v_running_norms;  // (heads_k, k_slots)
+  Operand g;                     // codes, exponents and norms
+  std::uint8_t* g_transposed;    // (heads_q, d, q_slots)
+  std::int8_t* output_norms;     // (heads_q, q_slots), and so the next two
   std::uint8_t* live;
   float* delta;
   cuda::TileScales* tile_scales;  // (heads_q, q_slots / 16)
