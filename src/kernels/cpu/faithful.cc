@@ -156,22 +156,25 @@ QueryTileMaxima maxima_of(const GradientState& gradient, const Operand& q, int h
 }
 
 /// D of a recipe that keeps dO plain: sums over channels in the order of the quantiser.
-void plain_delta(const Problem& problem, const BackwardArgs& args, float* delta) {
+float plain_delta(const Bf16Bits* out, const Bf16Bits* dout, int dim) {
+  float chain[4] = {0, 0, 0, 0};
+  for (int c = 0; c < dim; ++c) {
+    chain[c % 4] = fma_rn(bf16_to_float(dout[c]), bf16_to_float(out[c]), chain[c % 4]);
+  }
+  return add_rn(add_rn(chain[0], chain[1]), add_rn(chain[2], chain[3]));
+}
+
+void plain_deltas(const Problem& problem, const BackwardArgs& args, float* delta) {
   const Pack& pack = *problem.pack;
-#pragma omp parallel for num_threads(problem.threads) schedule(static) if (problem.threads > 1)
-  for (std::int64_t i = 0; i < static_cast<std::int64_t>(pack.documents.size()); ++i) {
-    const Document& document = pack.documents[static_cast<std::size_t>(i)];
-    for (int head = 0; head < problem.heads_q; ++head) {
-      for (int t = 0; t < document.q_len; ++t) {
-        const Bf16Bits* const o = args.out.row(document.q_token + t, head);
-        const Bf16Bits* const g = args.dout.row(document.q_token + t, head);
-        float chain[4] = {0, 0, 0, 0};
-        for (int c = 0; c < problem.dim; ++c) {
-          chain[c % 4] = fma_rn(bf16_to_float(g[c]), bf16_to_float(o[c]), chain[c % 4]);
-        }
-        delta[head * pack.q_slots + document.q_slot + t] =
-            add_rn(add_rn(chain[0], chain[1]), add_rn(chain[2], chain[3]));
-      }
+  const auto documents = static_cast<std::int64_t>(pack.documents.size());
+#pragma omp parallel for num_threads(problem.threads) schedule(dynamic) if (problem.threads > 1)
+  for (std::int64_t i = 0; i < documents * problem.heads_q; ++i) {
+    const Document& document = pack.documents[static_cast<std::size_t>(i % documents)];
+    const int head = static_cast<int>(i / documents);
+    float* const row = delta + head * pack.q_slots + document.q_slot;
+    for (int t = 0; t < document.q_len; ++t) {
+      row[t] = plain_delta(args.out.row(document.q_token + t, head),
+                           args.dout.row(document.q_token + t, head), problem.dim);
     }
   }
 }
@@ -190,7 +193,7 @@ void backward(const Problem& problem, const BackwardArgs& args) {
   gradient.state.delta = delta.get();
   gradient.tiles = tiles.back();
   if (problem.recipe.gradient == GradientOperand::kPlain) {
-    plain_delta(problem, args, delta.get());
+    plain_deltas(problem, args, delta.get());
   } else {
     codes = cpu::Buffer<std::uint8_t>(rows * problem.dim);
     exponents.resize(rows);
@@ -207,6 +210,7 @@ void backward(const Problem& problem, const BackwardArgs& args) {
                      problem.threads, gradient.state);
     maxima.resize(static_cast<std::size_t>(tiles.back()) * problem.heads_q);
     gradient.maxima = maxima.data();
+#pragma omp parallel for num_threads(problem.threads) if (problem.threads > 1)
     for (int head = 0; head < problem.heads_q; ++head) {
       for (std::size_t i = 0; i < pack.documents.size(); ++i) {
         const Document& document = pack.documents[i];

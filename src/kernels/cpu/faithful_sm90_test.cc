@@ -184,6 +184,16 @@ TEST(FaithfulSm90, BitEqualOverPromotions) {
   expect_reference(test);
 }
 
+TEST(FaithfulSm90, BitEqualOverPromotionsOfItemsThatStartLate) {
+  // Places count from the document's start, not from the first tile that the window shows.
+  AttentionCase test(sm90({.recipe = recipes::fp8,
+                           .q_lens = {1100},
+                           .dim = 16,
+                           .mask = {.causal = true, .window_left = 300}}));
+  fill_normal(test, 14);
+  expect_reference(test);
+}
+
 TEST(FaithfulSm90, BitEqualWhereChunksSpread) {
   // The second chunk spreads; the third would, if its tile of zero gradient counted.
   AttentionCase test(sm90({.recipe = recipes::fp8, .q_lens = {800}, .dim = 16}));

@@ -6,8 +6,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
 #include <vector>
 
+#include "hwy/targets.h"
 #include "kernels/cpu/exact.h"
 #include "kernels/cpu/tile_gemm.h"
 #include "recipe/registry.h"
@@ -176,6 +178,28 @@ TEST(Faithful, BitEqualOnEnginesOfOneOrder) {
     EXPECT_EQ(test.run(faithful_backend()), want);
     kernels::cpu::set_tile_gemm(nullptr);
   }
+}
+
+// Vectors of any width: every SIMD target of this CPU gives the same bits.
+TEST(Faithful, BitEqualOnEveryTarget) {
+  const std::vector<std::int64_t> targets = hwy::SupportedAndGeneratedTargets();
+  EXPECT_GE(targets.size(), 2u);
+  kernels::cpu::set_tile_gemm(kernels::cpu::find_tile_gemm("highway"));
+  for (const RecipeInfo& info : fast_recipes()) {
+    SCOPED_TRACE(info.name);
+    AttentionCase test({.recipe = info.recipe, .q_lens = {20, 150}, .dim = 40});
+    fill_normal(test, 3);
+    multiply(test.v, test.k_at(90), 40, 64);
+    multiply(test.q, test.q_at(100), 40, 64);
+    const Result want = test.run(faithful_backend());
+    for (const std::int64_t target : targets) {
+      SCOPED_TRACE(hwy::TargetName(target));
+      hwy::SetSupportedTargetsForTest(target);
+      EXPECT_EQ(test.run(faithful_backend()), want);
+    }
+    hwy::SetSupportedTargetsForTest(0);
+  }
+  kernels::cpu::set_tile_gemm(nullptr);
 }
 
 TEST(Faithful, NamesWhatItCannotRun) {

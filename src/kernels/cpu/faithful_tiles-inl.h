@@ -8,6 +8,7 @@
 
 #include "base/numeric.h"
 #include "formats/bf16.h"
+#include "formats/limits.h"
 #include "kernels/cpu/faithful_items.h"
 #include "kernels/cpu/faithful_tiles.h"
 #include "quantize/quantize.h"
@@ -80,11 +81,13 @@ HWY_INLINE Floats round_element(Floats x) {
 /// x rounded once to FP16, beyond the largest to the largest; NaN stays.
 HWY_INLINE Floats round_fp16(Floats x) {
   const FloatTag d;
-  const hn::Rebind<hwy::float16_t, FloatTag> d16;
   const Floats max = hn::Set(d, stages::kFp16Max);
-  const Floats bounded =
-      hn::IfThenElse(hn::Gt(x, max), max, hn::IfThenElse(hn::Lt(x, hn::Neg(max)), hn::Neg(max), x));
-  return hn::IfThenElse(hn::IsNaN(x), x, hn::PromoteTo(d, hn::DemoteTo(d16, bounded)));
+  x = hn::IfThenElse(hn::Gt(x, max), max, hn::IfThenElse(hn::Lt(x, hn::Neg(max)), hn::Neg(max), x));
+  // As round_e4m3 (simd-inl.h): adding 1.5 2^(e + 13) drops what FP16 cannot hold.
+  constexpr float kRounder = 1.5f * (1 << (23 - Fp16::kMantissaBits));
+  const Floats binade = hn::Max(Ops::and_bits(x, 0x7F800000u), hn::Set(d, Fp16::kMinNormal));
+  const Floats rounder = hn::Mul(binade, hn::Set(d, kRounder));
+  return hn::Sub(hn::Add(x, rounder), rounder);
 }
 
 /// The sum of sixteen chains, chain q holding the terms of columns q, q + 16, ...: neighbours
