@@ -39,6 +39,12 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+/// Keeps the compiler from recomputing a value wherever it is used.
+__device__ __forceinline__ std::uint32_t opaque(std::uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 template <int kN>
 struct WgmmaE4m3;
 

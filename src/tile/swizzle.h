@@ -36,8 +36,23 @@ MXATTN_HOST_DEVICE constexpr std::uint64_t k_major_descriptor(Swizzle swizzle,
          (static_cast<std::uint64_t>(swizzle) << 62);
 }
 
+/// A descriptor in halves: the upper one is a constant of the layout, the lower one moves with the
+/// address.
+template <Swizzle kSwizzle>
+struct Descriptor {
+  static constexpr std::uint32_t kHigh =
+      static_cast<std::uint32_t>(k_major_descriptor(kSwizzle, 0) >> 32);
+
+  MXATTN_HOST_DEVICE static constexpr std::uint32_t low(std::uint32_t address) {
+    return static_cast<std::uint32_t>(k_major_descriptor(kSwizzle, address));
+  }
+  MXATTN_HOST_DEVICE static constexpr std::uint64_t whole(std::uint32_t low) {
+    return std::uint64_t{kHigh} << 32 | low;
+  }
+};
+
 /// Addresses in a descriptor count these many bytes: what lies n bytes behind is n / 16 further.
-inline constexpr std::uint64_t kDescriptorUnit = 16;
+inline constexpr std::uint32_t kDescriptorUnit = 16;
 
 /// What a step of 32 bytes along K adds to a descriptor.
 inline constexpr std::uint64_t kDescriptorStepK32 = 2;

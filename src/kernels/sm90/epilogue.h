@@ -100,37 +100,66 @@ __device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std:
   __syncwarp();
 }
 
-/// Adds 2^e times a partial accumulator to its FP32 sum in global memory, which only this thread
-/// touches: register i at sums[i / 4][thread] (float4 pieces, so that a warp's accesses coalesce).
-/// `started` is false at the first promotion of an item: the sum is then written, not read.
+/// FP32 sums of one accumulator of a warpgroup, in global memory that stays in L2: register piece p
+/// (four registers) of thread t at [p][t]. Only this warpgroup touches them, and its promotions wait
+/// for one another, so the sums are the same on every run.
 template <int kRegisters>
-__device__ __forceinline__ void promote_to_sum(const float (&partial)[kRegisters],
-                                               const float (&scale)[2], float4* sums, int stride,
-                                               bool started) {
-#pragma unroll
-  for (int i = 0; i < kRegisters; i += 4) {
-    float4& sum = sums[(i / 4) * stride];
-    float4 s = started ? sum : float4{0, 0, 0, 0};
-    s.x = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
-    s.y = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
-    s.z = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
-    s.w = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
-    sum = s;
-  }
-}
+struct Sums {
+  static constexpr int kPieces = kRegisters / 4;
+  static constexpr std::uint32_t kBytes = kPieces * 128 * sizeof(float4);
+  float4* global;    // of thread 0
+  float4* staging;   // shared, kBytes, of the warpgroup
+  int barrier;       // a named barrier of the warpgroup
+  bool started = false;
 
-/// partial = (sum or 0) + 2^e partial: the end of an item.
-template <int kRegisters>
-__device__ __forceinline__ void add_sum(float (&partial)[kRegisters], const float (&scale)[2],
-                                        const float4* sums, int stride, bool started) {
+  /// sum += 2^e partial, or sum = 2^e partial the first time. scale: of both row halves.
+  __device__ __forceinline__ void promote(const float (&partial)[kRegisters],
+                                          const float (&scale)[2]) {
+    const int thread = threadIdx.x % 128;
+    if (thread == 0) ptx::bulk_wait_group<0>();
+    ptx::named_barrier_sync(barrier, 128);
 #pragma unroll
-  for (int i = 0; i < kRegisters; i += 4) {
-    const float4 s = started ? sums[(i / 4) * stride] : float4{0, 0, 0, 0};
-    partial[i] = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
-    partial[i + 1] = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
-    partial[i + 2] = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
-    partial[i + 3] = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
+    for (int i = 0; i < kRegisters; i += 4) {
+      // The first half of stages::promote; the copy engine adds.
+      staging[(i / 4) * 128 + thread] = {
+          mul_rn(partial[i], scale[0]), mul_rn(partial[i + 1], scale[0]),
+          mul_rn(partial[i + 2], scale[1]), mul_rn(partial[i + 3], scale[1])};
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(barrier, 128);
+    if (thread == 0) {
+      const std::uint32_t from = ptx::shared_address(staging);
+      if (started) {
+        ptx::add_bulk_f32(global, from, kBytes);
+      } else {
+        ptx::store_bulk(global, from, kBytes);
+      }
+      ptx::bulk_commit_group();
+    }
+    started = true;
   }
-}
+
+  /// Makes earlier promotions readable by the whole warpgroup, and the staging memory free.
+  __device__ __forceinline__ void settle() const {
+    if (threadIdx.x % 128 == 0) ptx::bulk_wait_group<0>();
+    ptx::fence_proxy_async_all();
+    ptx::named_barrier_sync(barrier, 128);
+  }
+
+  /// partial = (sum or 0) + 2^e partial: the end of an item, after settle().
+  __device__ __forceinline__ void finish(float (&partial)[kRegisters],
+                                         const float (&scale)[2]) const {
+    const float4* sums = global + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 4) {
+      // NOTE: past L1, which does not see what the copy engine wrote.
+      const float4 s = started ? __ldcg(sums + (i / 4) * 128) : float4{0, 0, 0, 0};
+      partial[i] = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
+      partial[i + 1] = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
+      partial[i + 2] = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
+      partial[i + 3] = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
+    }
+  }
+};
 
 }  // namespace mxattn::kernels::sm90

@@ -40,13 +40,13 @@ struct Config {
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kProducerRegisters = 24;
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
-  // float4 of FP32 sums of a CTA: dV and dK of 128 keys.
+  // float4 of FP32 sums of a CTA: dV and dK of 64 keys for each warpgroup.
   static constexpr int kSumsPerCta = 2 * kKeyTile * kDim / 4;
 };
 
-inline constexpr int kStatsWarps = 3;   // of the producer warpgroup, each every third step
-inline constexpr int kStatsStages = 3;  // so that warp w always fills stage w
-static_assert(kStatsWarps == kStatsStages);
+inline constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every third step
+inline constexpr int kStatsStages = 6;
+static_assert(kStatsStages % kStatsWarps == 0, "a warp fills stages of its own");
 
 /// What holds for a whole step.
 struct alignas(16) StepFacts {
@@ -75,7 +75,8 @@ struct alignas(1024) SharedStorage {
     std::uint8_t q_transposed[Config::kDim * kQueryStep];
     std::uint8_t g_transposed[Config::kDim * kQueryStep];
   } stages[Config::kStages];
-  std::uint16_t out[kKeyTile * Config::kDim];  // epilogue, each warp its own 16 rows
+  // Promotions, 64 keys x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its own 16.
+  float4 staging[Config::kConsumers][64 * Config::kDim / 4];
   // What phase i reads.
   struct alignas(16) Stats {
     // FP16 pairs of neighbouring queries, in the order in which a thread reads them as two 16-byte
@@ -185,9 +186,9 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
 /// Warps 1 to 3: what every query of a step adds to the phase. `turn` is 0 to 2.
 __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, int turn) {
   tile::RingPosition<1> item_at;
-  std::uint32_t parity = 0;
   int ahead = turn;  // steps until this warp's next one
-  auto& stats = shared.stats[turn];
+  tile::RingPosition<kStatsStages> at;
+  for (int n = 0; n < turn; ++n) at.advance();
   const int lane = threadIdx.x % 32;
   while (true) {
     shared.item_ring.wait_full(item_at);
@@ -249,8 +250,8 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
       const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
       const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
 
-      tile::wait_phase(shared.stats_ring.empty_at(turn), parity ^ 1);
-      parity ^= 1;
+      shared.stats_ring.wait_empty(at);
+      auto& stats = shared.stats[at.stage];
       const int word = pair_word(lane / 4, lane % 4);
       stats.addend_pairs[word] = ptx::to_fp16x2(addend[0], addend[1]);
       stats.delta_pairs[word] = ptx::to_fp16x2(delta[0], delta[1]);
@@ -263,7 +264,9 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
       }
       if (lane == 0) stats.facts = {value_of(scales.c), value_of(r), first, plain};
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.stats_ring.full_at(turn));
+      if (lane == 0) ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
+#pragma unroll
+      for (int n = 0; n < kStatsWarps; ++n) at.advance();
     }
     ahead = i - total;
   }
@@ -378,10 +381,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
   tile::RingPosition<1> item_at;
   tile::RingPosition<Config::kStages> at;
   tile::RingPosition<kStatsStages> stats_at;
-  // dV: register piece p of thread t at [p][t], p < 16; dK behind it.
-  constexpr int kPieces = Config::kDim / 8;
-  float4* sums = params.sums + blockIdx.x * Config::kSumsPerCta + consumer * 2 * kPieces * 128 +
-                 thread;
+  float4* const workspace = params.sums + blockIdx.x * Config::kSumsPerCta +
+                            consumer * (Config::kSumsPerCta / Config::kConsumers);
+  using AccumulatorSums = Sums<Config::kDim / 2>;
   const std::uint32_t k_tile = ptx::shared_address(shared.k) + consumer * 64 * Config::kDim;
   const std::uint32_t v_tile = ptx::shared_address(shared.v) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kQueryStep>;
@@ -415,7 +417,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
 
     float dv[64], dk[64], s[32], dp[32];
     int keep_dv = 0, keep_dk = 0;
-    bool dv_started = false, dk_started = false;
+    AccumulatorSums dv_sums{workspace, shared.staging[consumer], 1 + consumer};
+    AccumulatorSums dk_sums{workspace + 64 * Config::kDim / 4, shared.staging[consumer],
+                            1 + consumer};
     // Of the accumulators, and of the factors a and F.
     int c_now = 0, r_now = 0, eq_now = kNoExponent;
     float a[2] = {0, 0}, f[2] = {0, 0};
@@ -469,8 +473,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         const bool head_ends = head_begins and i > 0;
         if (keep_dv and (head_ends or stages::promotes_dv(step, consumer))) {
           const float scale = stages::output_factor(c_old);
-          promote_to_sum(dv, {scale, scale}, sums, 128, dv_started);
-          dv_started = true;
+          dv_sums.promote(dv, {scale, scale});
           keep_dv = 0;
         } else if (keep_dv and facts.c != c_now) {
           const float change = stages::factor(c_old - c);
@@ -481,8 +484,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         }
         if (keep_dk and (head_ends or stages::promotes_dk(step, consumer))) {
           const float scale = stages::factor(r_old);
-          promote_to_sum(dk, {scale, scale}, sums + kPieces * 128, 128, dk_started);
-          dk_started = true;
+          dk_sums.promote(dk, {scale, scale});
           keep_dk = 0;
         } else if (keep_dk and facts.r != r_now) {
           const float change = stages::factor(r_old - r);
@@ -556,16 +558,20 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
 
     const Work finished = load_work(params, index);
     const int row = finished.item.first + 64 * consumer + 16 * warp;
-    std::uint16_t* staging = shared.out + (64 * consumer + 16 * warp) * Config::kDim;
+    std::uint16_t* const staging =
+        reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
+    dv_sums.settle();
     const float c_scale = keep_dv ? stages::output_factor(exponent_of(c_now)) : 0.0f;
     const float r_scale = keep_dk ? stages::factor(exponent_of(r_now)) : 0.0f;
-    add_sum(dv, {c_scale, c_scale}, sums, 128, dv_started);
+    dv_sums.finish(dv, {c_scale, c_scale});
     store_warp_rows<Config::kDim>(dv, staging, params.dv, finished.item.head,
                                   finished.document.k_token, row, finished.document.k_len);
-    add_sum(dk, {r_scale, r_scale}, sums + kPieces * 128, 128, dk_started);
+    dk_sums.finish(dk, {r_scale, r_scale});
     finish_rotated(dk, params.softmax_scale, params.rotate);
     store_warp_rows<Config::kDim>(dk, staging, params.dk, finished.item.head,
                                   finished.document.k_token, row, finished.document.k_len);
+    // The next item's promotions write the staging memory through another barrier.
+    ptx::named_barrier_sync(1 + consumer, 128);
   }
 }
 

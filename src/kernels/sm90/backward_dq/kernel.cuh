@@ -32,12 +32,14 @@ struct Config {
   static constexpr int kDim = 128;
   static constexpr int kConsumers = 2;  // warpgroups, 64 queries each
   static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kStages = 3;
+  static constexpr int kStages = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kProducerRegisters = 24;
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
 };
+
+inline constexpr int kExponentStages = 4;
 
 /// What rarely matters of a query row: kept in shared memory, where it costs no register.
 struct RowFacts {
@@ -58,14 +60,15 @@ struct alignas(1024) SharedStorage {
     std::uint8_t k_transposed[Config::kDim * kKeyTile];
   } stages[Config::kStages];
   // Beside the rows: exponents of tile t, read by phase t after the stage has been handed back.
-  alignas(16) std::int8_t ek[Config::kStages][kKeyTile];
-  alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
-  std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
+  alignas(16) std::int8_t ek[kExponentStages][kKeyTile];
+  alignas(16) std::int8_t ev[kExponentStages][kKeyTile];
+  // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its own 16.
+  float4 staging[Config::kConsumers][64 * Config::kDim / 4];
   RowFacts rows[Config::kRows];  // written and read by the quad of the row
   int item;
   tile::RingBarriers<1> item_ring;
   tile::RingBarriers<Config::kStages> operand_ring;
-  tile::RingBarriers<Config::kStages> exponent_ring;
+  tile::RingBarriers<kExponentStages> exponent_ring;
 };
 
 struct Work {
@@ -93,7 +96,8 @@ __device__ __forceinline__ Work load_work(const BackwardParams& params, int inde
 
 __device__ void load(const BackwardParams& params, SharedStorage& shared) {
   tile::RingPosition<1> item_at;
-  tile::RingPosition<Config::kStages> at, exponents_at;
+  tile::RingPosition<Config::kStages> at;
+  tile::RingPosition<kExponentStages> exponents_at;
   const int num_items = *params.num_items;
   while (true) {
     int index = atomicAdd(params.next_item, 1);
@@ -285,10 +289,11 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
   const bool leader = threadIdx.x % 32 == 0;
   const int warp = thread / 32;
   tile::RingPosition<1> item_at;
-  tile::RingPosition<Config::kStages> at, exponents_at;
-  constexpr int kPieces = Config::kDim / 8;
-  float4* sums =
-      params.sums + (blockIdx.x * Config::kConsumers + consumer) * kPieces * 128 + thread;
+  tile::RingPosition<Config::kStages> at;
+  tile::RingPosition<kExponentStages> exponents_at;
+  using AccumulatorSums = Sums<Config::kDim / 2>;
+  float4* const workspace = params.sums + (blockIdx.x * Config::kConsumers + consumer) *
+                                              (64 * Config::kDim / 4);
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
   const std::uint32_t g_tile = ptx::shared_address(shared.g) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
@@ -337,7 +342,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     TileFacts facts;
     int ek_now = kNoExponent, ev_now = kNoExponent;  // of the factors
     int keep = 0;
-    bool started = false;
+    AccumulatorSums sums{workspace, shared.staging[consumer], 1 + consumer};
 #pragma unroll
     for (int i = 0; i < 64; ++i) dq[i] = 0.0f;
 
@@ -402,9 +407,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           }
         }
         if (keep and stages::promotes_dq(t, consumer)) {
-          promote_to_sum(dq, {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))},
-                         sums, 128, started);
-          started = true;
+          sums.promote(dq,
+                       {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))});
           keep = 0;
         }
         ek_now = facts.ek;
@@ -460,12 +464,16 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const Work finished = load_work(params, index);
     const float scale[2] = {keep ? stages::factor(scale_of(rows[0])) : 0.0f,
                             keep ? stages::factor(scale_of(rows[8])) : 0.0f};
-    add_sum(dq, scale, sums, 128, started);
+    sums.settle();
+    sums.finish(dq, scale);
     finish_rotated(dq, params.softmax_scale, params.rotate);
-    store_warp_rows<Config::kDim>(dq, shared.out + (64 * consumer + 16 * warp) * Config::kDim,
-                                  params.dq, finished.item.head, finished.document.q_token,
+    std::uint16_t* const staging =
+        reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
+    store_warp_rows<Config::kDim>(dq, staging, params.dq, finished.item.head, finished.document.q_token,
                                   finished.item.first + 64 * consumer + 16 * warp,
                                   finished.document.q_len);
+    // The next item's promotions write the staging memory through another barrier.
+    ptx::named_barrier_sync(1 + consumer, 128);
   }
 }
 

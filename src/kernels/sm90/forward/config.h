@@ -10,6 +10,7 @@
 #include "pack/pack.h"
 #include "plan/cost.h"
 #include "recipe/recipe.h"
+#include "tile/swizzle.h"
 
 namespace mxattn::kernels::sm90 {
 
@@ -25,6 +26,7 @@ struct ForwardConfig {
   static constexpr int kConsumerRegisters = 232;
   static constexpr int kProducerRegisters = 40;
 
+  static constexpr tile::Swizzle kSwizzle = tile::Swizzle::k128;  // of Q, K and V^T
   static constexpr int kValueColumns = kDim + 8;  // eight columns of ones: the row sum
   static constexpr int kOutputs = kDim / 2;       // accumulator registers of O
   static constexpr int kPartials = kValueColumns / 2;

@@ -50,7 +50,8 @@ struct alignas(1024) SharedStorage {
     std::uint8_t ones[8 * kKeyTile];  // rows d..d+7 of V^T; written once
   } stages[Config::kStages];
   std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
-  alignas(16) std::int8_t ek[Config::kStages][kKeyTile];
+  std::uint32_t facts[Config::kStages];  // beside each key tile: TileFacts
+  alignas(16) std::int8_t ek[Config::kStages][kKeyTile];  // of tiles that are not uniform
   alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
   RowFacts rows[Config::kRows];  // written and read by the quad of the row
   int item[2];                   // beside each q: index into the list, -1 at its end
@@ -81,6 +82,27 @@ __device__ __forceinline__ Work load_work(const ForwardParams& params, int index
   return work;
 }
 
+/// Exponents of a key tile in one word.
+struct TileFacts {
+  static constexpr std::uint32_t kNotUniform = 1u << 16;
+
+  /// Bytes of the first and the last key of the document in the tile; running exponents never
+  /// decrease, so they tell whether all are equal.
+  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek_first, std::int8_t ek_last,
+                                                       std::int8_t ev_first, std::int8_t ev_last) {
+    const bool uniform = ek_first == ek_last and ev_first == ev_last;
+    return static_cast<std::uint8_t>(ek_first) |
+           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev_first)) << 8 |
+           (uniform ? 0u : kNotUniform);
+  }
+  __device__ __forceinline__ static std::int8_t ek(std::uint32_t facts) {
+    return static_cast<std::int8_t>(facts & 0xFFu);
+  }
+  __device__ __forceinline__ static std::int8_t ev(std::uint32_t facts) {
+    return static_cast<std::int8_t>((facts >> 8) & 0xFFu);
+  }
+};
+
 // ---- producer ---------------------------------------------------------------------------------
 
 template <class Config>
@@ -110,21 +132,32 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
     // Key tiles from the diagonal down to the first visible one.
     const std::int64_t row = work.key_head * params.k_slots + work.document.k_slot;
     for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
+      const std::int64_t offset = row + t * kKeyTile;
+      const std::int64_t last =
+          offset + min(kKeyTile, work.document.k_len - t * kKeyTile) - 1;
+      const std::uint32_t facts =
+          TileFacts::pack(params.k_exponents[offset], params.k_exponents[last],
+                          params.v_exponents[offset], params.v_exponents[last]);
       shared.kv_ring.wait_empty(kv_at);
       auto& stage = shared.stages[kv_at.stage];
       const std::uint32_t full = shared.kv_ring.full_at(kv_at.stage);
       const int slot = static_cast<int>(work.document.k_slot) + t * kKeyTile;
+      shared.facts[kv_at.stage] = facts;
       // The last tile of the last document may end before 128 slots do.
-      const std::int64_t offset = row + t * kKeyTile;
-      const int bytes = static_cast<int>(
-          min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
+      const bool uniform = (facts & TileFacts::kNotUniform) == 0;
+      const int bytes =
+          uniform ? 0
+                  : static_cast<int>(
+                        min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
       ptx::mbarrier_arrive_expect(full, sizeof(stage.k) + sizeof(stage.v) + 2 * bytes);
       ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot, work.key_head, full);
-      ptx::copy_bulk(ptx::shared_address(shared.ek[kv_at.stage]),
-                     params.k_exponents + offset, bytes, full);
-      ptx::copy_bulk(ptx::shared_address(shared.ev[kv_at.stage]),
-                     params.v_exponents + offset, bytes, full);
       ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, slot, 0, work.key_head, full);
+      if (not uniform) {
+        ptx::copy_bulk(ptx::shared_address(shared.ek[kv_at.stage]), params.k_exponents + offset,
+                       bytes, full);
+        ptx::copy_bulk(ptx::shared_address(shared.ev[kv_at.stage]), params.v_exponents + offset,
+                       bytes, full);
+      }
       kv_at.advance();
     }
   }
@@ -132,8 +165,8 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
 
 // ---- consumers --------------------------------------------------------------------------------
 
-inline constexpr int kNoUnit = -1000;      // no byte is either
-inline constexpr int kNoExponent = -1000;
+inline constexpr int kNoUnit = -1000;  // no byte
+inline constexpr std::uint32_t kNoFacts = ~0u;
 
 /// What a thread keeps of its two query rows over the key tiles.
 template <class Config>
@@ -144,8 +177,8 @@ struct Rows {
   float m[2];
   float l[2];
   int unit[2];  // c of the first tile that the row saw, or kNoUnit
-  float a[2];   // score factors of tiles whose EK is `a_ek`
-  int a_ek;
+  float a[2];   // score factors of tiles with these facts
+  std::uint32_t tile_facts;
   RowFacts* facts;  // of half 0; half 1 is eight rows on
 
   __device__ __forceinline__ Range visible(int r) const { return facts[8 * r].visible; }
@@ -157,7 +190,7 @@ struct Rows {
                                         int first_row) {
 #pragma unroll
     for (int i = 0; i < Config::kOutputs; ++i) o[i] = 0.0f;
-    a_ek = kNoExponent;
+    tile_facts = kNoFacts;
     const Document& d = work.document;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -173,27 +206,74 @@ struct Rows {
   }
 };
 
-/// Score factors for tiles of one EK. It almost never changes.
+/// Score factors for tiles with these facts, which almost never change.
 template <class Config>
-__device__ __forceinline__ void use_key_exponent(Rows<Config>& rows, int ek, float score_scale) {
-  if (ek == rows.a_ek) return;
-  rows.a_ek = ek;
+__device__ __forceinline__ void enter_tile(Rows<Config>& rows, std::uint32_t facts,
+                                           float score_scale) {
+  if (facts == rows.tile_facts) return;
+  rows.tile_facts = facts;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    rows.a[r] = stages::score_factor(score_scale, rows.eq(r),
-                                     Exponent::stored(static_cast<std::int8_t>(ek)));
+    rows.a[r] =
+        stages::score_factor(score_scale, rows.eq(r), Exponent::stored(TileFacts::ek(facts)));
   }
 }
 
-/// One key tile as a warpgroup sees it.
+/// One key tile as a warpgroup sees it, and what follows it.
 struct KeyTile {
   int begin;              // first key
-  const std::int8_t* ek;  // [128], shared
+  const std::int8_t* ek;  // [128], shared; filled if the tile is not uniform
   const std::int8_t* ev;
-  int first_ev;           // the byte of its first key
-  std::uint64_t v;        // descriptor of V^T and the ones behind it
-  std::uint64_t ones;
+  std::uint32_t low;       // of the descriptor of K, V^T and the ones behind it
+  std::uint32_t q_low;     // of the descriptor of Q
+  std::uint32_t next_low;  // of the next tile
+  int own_turn, next_turn;
 };
+
+template <class Config>
+using Layout = tile::Descriptor<Config::kSwizzle>;
+
+/// Issues S = Q K^T of a tile.
+template <class Config>
+__device__ __forceinline__ void issue_scores(float (&s)[64], std::uint32_t q_low,
+                                             std::uint32_t k_low) {
+  using Scores = ptx::WgmmaE4m3<kKeyTile>;
+  const std::uint64_t q = Layout<Config>::whole(q_low);
+  const std::uint64_t k = Layout<Config>::whole(k_low);
+  Scores::fresh_ss(s, q, k);
+#pragma unroll
+  for (int step = 1; step < Config::kDim / stages::kMmaDepth; ++step) {
+    Scores::add_ss(s, q + step * tile::kDescriptorStepK32, k + step * tile::kDescriptorStepK32);
+  }
+  ptx::wgmma_commit_group();
+}
+
+/// Issues one quarter of T = P V: 32 keys. The columns of ones make the row sum.
+template <class Config>
+__device__ __forceinline__ void issue_values(float (&t)[Config::kPartials],
+                                             const std::uint32_t (&codes)[4], const KeyTile& tile,
+                                             int quarter) {
+  using Values = ptx::WgmmaE4m3<Config::kValueColumns>;
+  const std::uint64_t v = Layout<Config>::whole(
+      tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit) +
+      quarter * tile::kDescriptorStepK32;
+  ptx::wgmma_fence();
+  if (quarter == 0) {
+    Values::fresh_rs(t, codes, v);
+  } else {
+    Values::add_rs(t, codes, v);
+  }
+  ptx::wgmma_commit_group();
+}
+
+/// What every step ends with: the next scores.
+template <class Config>
+__device__ __forceinline__ void skip_step(float (&s)[64], const KeyTile& tile) {
+  ptx::wgmma_fence();
+  issue_scores<Config>(s, tile.q_low, tile.next_low);
+  ptx::wgmma_wait_group<0>();
+  ptx::pin(s);
+}
 
 __device__ __forceinline__ bool sees(Range keys, int key) {
   return keys.begin <= key and key < keys.end;
@@ -205,9 +285,9 @@ __device__ __forceinline__ Exponent last_visible_exponent(const KeyTile& tile, R
   return Exponent::stored(tile.ev[max(last, 0)]);
 }
 
-/// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row.
-/// In a tile that shows every row a key (kMasked false), m_new is finite and equal maxima give
-/// 2^0 = 1 by themselves.
+/// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row. In a tile
+/// that shows every row a key (kMasked false), m_new is finite and equal maxima give 2^0 = 1 by
+/// themselves.
 template <class Config, bool kMasked>
 __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&top)[2],
                                               float (&alpha)[2]) {
@@ -251,12 +331,12 @@ __device__ __forceinline__ bool sees_any(Range visible, int begin) {
   return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
 }
 
-/// A tile whose keys share EK and EV: no factor in the loop. Needs score_scale >= 0, so that the
-/// maximum of the scores is the score of the maximum.
+/// Step of a tile whose keys share EK and EV: no factor in the loop. Needs score_scale >= 0, so that
+/// the maximum of the scores is the score of the maximum.
 template <class Config, bool kMasked>
-__device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64],
-                                               const KeyTile& tile) {
-  float top[2] = {-kInfinity, -kInfinity};
+__device__ __forceinline__ void step_uniform(Rows<Config>& rows, float (&s)[64],
+                                             const KeyTile& tile) {
+  ptx::named_barrier_sync(tile.own_turn, 128 * Config::kConsumers);
   // Columns of the tile that each row sees, counted from the thread's first.
   Range seen[2];
   if constexpr (kMasked) {
@@ -268,16 +348,22 @@ __device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64
   }
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    const int r = tile::fragment_half(i);
-    if constexpr (kMasked) {
-      if (not sees(seen[r], 8 * (i >> 2) + (i & 1))) s[i] = -kInfinity;
+    if (kMasked and not sees(seen[tile::fragment_half(i)], 8 * (i >> 2) + (i & 1))) {
+      s[i] = -kInfinity;
     }
-    top[r] = fmaxf(top[r], s[i]);
   }
-  float alpha[2], addend[2];
+  // Four chains a row: one would wait for itself.
+  float chain[2][4];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    float& most = chain[tile::fragment_half(i)][2 * ((i >> 2) & 1) + (i & 1)];
+    most = i < 8 ? s[i] : fmaxf(most, s[i]);
+  }
+  float top[2], alpha[2], addend[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float raw = tile::quad_max(top[r]);
+    const float raw = tile::quad_max(
+        fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3])));
     top[r] = stages::score<DeviceOps>(raw, rows.a[r]);
     // 0 times infinity, where the softmax scale is 0.
     if (kMasked and raw == -kInfinity) top[r] = -kInfinity;
@@ -286,7 +372,7 @@ __device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64
 #pragma unroll
   for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
 
-  // P in pieces of 32 keys; each is multiplied as soon as it is packed.
+  // P in quarters of 32 keys; each is multiplied as soon as it is packed.
   float t[Config::kPartials];
   std::uint32_t codes[4][4];
 #pragma unroll
@@ -299,33 +385,31 @@ __device__ __forceinline__ void attend_uniform(Rows<Config>& rows, float (&s)[64
       if (masked) s[i] = 0.0f;
     }
     tile::pack_operand(codes[g], s + 16 * g);
-    ptx::wgmma_fence();
-    using Mma = ptx::WgmmaE4m3<Config::kValueColumns>;
-    if (g == 0) {
-      Mma::fresh_rs(t, codes[g], tile.v);
-    } else {
-      Mma::add_rs(t, codes[g], tile.v + g * tile::kDescriptorStepK32);
-    }
-    ptx::wgmma_commit_group();
+    issue_values<Config>(t, codes[g], tile, g);
   }
-  ptx::wgmma_wait_group<0>();
+  ptx::named_barrier_arrive(tile.next_turn, 128 * Config::kConsumers);
+  // The next scores are multiplied while T is added to O.
+  issue_scores<Config>(s, tile.q_low, tile.next_low);
+  ptx::wgmma_wait_group<1>();
   ptx::pin(t);
-
-  const float sum[2] = {t[Config::kOutputs], t[Config::kOutputs + 2]};
-  if (tile.first_ev != rows.unit[0] or tile.first_ev != rows.unit[1]) {
-    const Exponent ev = Exponent::stored(static_cast<std::int8_t>(tile.first_ev));
+  const std::int8_t tile_ev = TileFacts::ev(rows.tile_facts);
+  if (tile_ev != rows.unit[0] or tile_ev != rows.unit[1]) {
+    const Exponent ev = Exponent::stored(tile_ev);
     const bool saw[2] = {not kMasked or sees_any(rows.visible(0), tile.begin),
                          not kMasked or sees_any(rows.visible(1), tile.begin)};
     to_units(rows, t, {ev, ev}, saw);
   }
-  promote(rows, t, sum, alpha);
+  promote(rows, t, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
+  ptx::wgmma_wait_group<0>();
+  ptx::pin(s);
 }
 
-/// Any tile: factors of every key in the loop, h and hs packed apart. The same bits as
-/// attend_uniform for a row whose visible keys share EK and EV.
+/// Step of any tile: factors of every key in the loop, h and hs packed apart. The same bits as
+/// step_uniform for a row whose visible keys share EK and EV.
 template <class Config>
-__device__ __forceinline__ void attend_general(Rows<Config>& rows, float (&s)[64], const KeyTile& tile,
-                                            float score_scale) {
+__device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
+                                             const KeyTile& tile, float score_scale) {
+  ptx::named_barrier_sync(tile.own_turn, 128 * Config::kConsumers);
   const int column = 2 * (threadIdx.x % 4);
   const Range visible[2] = {rows.visible(0), rows.visible(1)};
   bool saw[2];
@@ -361,40 +445,41 @@ __device__ __forceinline__ void attend_general(Rows<Config>& rows, float (&s)[64
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
       const int k = 8 * (i >> 2) + column + (i & 1);
-      const bool seen = sees(visible[r], tile.begin + k);
       const float a = stages::score_factor(score_scale, rows.eq(r), Exponent::stored(tile.ek[k]));
       const float p = stages::probability<DeviceOps>(s[i], a, addend[r]);
-      s[i] = seen ? p : 0.0f;
+      s[i] = sees(visible[r], tile.begin + k) ? p : 0.0f;
     }
     tile::pack_operand(weights, s + 16 * g);
 #pragma unroll
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
       const int k = 8 * (i >> 2) + column + (i & 1);
-      const bool seen = sees(visible[r], tile.begin + k);
       const Exponent ev = Exponent::stored(tile.ev[k]);
       // Equal exponents need no factor, NaN ones included: T carries their NaN.
       const float h = ev == c[r] ? s[i] : mul_rn(s[i], stages::factor(ev - c[r]));
-      s[i] = seen ? h : 0.0f;
+      s[i] = sees(visible[r], tile.begin + k) ? h : 0.0f;
     }
     tile::pack_operand(weighted, s + 16 * g);
     ptx::wgmma_fence();
-    using Values = ptx::WgmmaE4m3<Config::kValueColumns>;
     using Ones = ptx::WgmmaE4m3<8>;
+    const std::uint64_t ones =
+        Layout<Config>::whole(tile.low + 2 * kKeyTile * Config::kDim / tile::kDescriptorUnit) +
+        g * tile::kDescriptorStepK32;
     if (g == 0) {
-      Values::fresh_rs(t, weighted, tile.v);
-      Ones::fresh_rs(sums, weights, tile.ones);
+      Ones::fresh_rs(sums, weights, ones);
     } else {
-      Values::add_rs(t, weighted, tile.v + g * tile::kDescriptorStepK32);
-      Ones::add_rs(sums, weights, tile.ones + g * tile::kDescriptorStepK32);
+      Ones::add_rs(sums, weights, ones);
     }
     ptx::wgmma_commit_group();
+    issue_values<Config>(t, weighted, tile, g);
     ptx::wgmma_wait_group<0>();
     ptx::pin(t);
     ptx::pin(sums);
   }
+  ptx::named_barrier_arrive(tile.next_turn, 128 * Config::kConsumers);
   to_units(rows, t, c, saw);
   promote(rows, t, {sums[0], sums[2]}, alpha);
+  skip_step<Config>(s, tile);
 }
 
 /// O, LSE, mu and L of the thread's rows; rows of the document only are written.
@@ -443,13 +528,11 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
   const bool leader = threadIdx.x % 32 == 0;
   if (consumer == Config::kConsumers - 1) ptx::named_barrier_arrive(1, kPair);
 
-  const auto descriptor_of = [](const void* pointer) {
-    return tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(pointer));
-  };
-  const std::uint64_t q_descriptors = descriptor_of(shared.q[0] + consumer * 64 * Config::kDim);
-  const std::uint64_t k_descriptors = descriptor_of(shared.stages[0].k);
-  const std::uint64_t v_descriptors = descriptor_of(shared.stages[0].v);
-  const std::uint64_t ones_descriptors = descriptor_of(shared.stages[0].ones);
+  constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
+  const std::uint32_t q_base = ptx::opaque(
+      Layout<Config>::low(ptx::shared_address(shared.q[0]) + consumer * 64 * Config::kDim));
+  const std::uint32_t k_base =
+      ptx::opaque(Layout<Config>::low(ptx::shared_address(shared.stages[0].k)));
   tile::RingPosition<2> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   Rows<Config> rows;
@@ -463,65 +546,57 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     const int first_row = work.item.first + 64 * consumer;
     const int last_row = min(first_row + 63, d.q_len - 1);
     rows.start(params, work, first_row);
-    // Keys that every row, and that any row, of the warpgroup sees.
-    Range all{0, 0}, any{0, 0};
+    // Tiles of which every row of the warpgroup sees all keys, and of which any row sees any.
+    Range whole{0, 0}, some{0, 0};
     if (first_row <= last_row) {
       const Range first = visible_keys(params.mask, d.q_len, d.k_len, first_row);
       const Range last = visible_keys(params.mask, d.q_len, d.k_len, last_row);
-      all = {last.begin, first.end};
-      any = {first.begin, last.end};
+      whole = {(last.begin + kKeyTile - 1) / kKeyTile, first.end / kKeyTile};
+      if (first.begin < last.end) {
+        some = {first.begin / kKeyTile, (last.end - 1) / kKeyTile + 1};
+      }
     }
-    const std::uint64_t q_descriptor =
-        q_descriptors + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit);
-    const int last_tile = (d.k_len - 1) / kKeyTile;
-    const int last_key = (d.k_len - 1) % kKeyTile;
-    bool nonnegative = params.score_scale >= 0.0f;
+    const std::uint32_t q_low =
+        ptx::opaque(q_base + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
+    const bool nonnegative = params.score_scale >= 0.0f;
 
+    float s[64];
+    if (not work.tiles.empty()) {
+      shared.kv_ring.wait_full(kv_at);
+      ptx::wgmma_fence();
+      issue_scores<Config>(s, q_low, k_base + kv_at.stage * kStageStep);
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
+    }
     for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
-      const std::uint64_t stage = kv_at.stage * (sizeof(shared.stages[0]) / tile::kDescriptorUnit);
+      enter_tile(rows, shared.facts[kv_at.stage], params.score_scale);
+      const bool uniform = nonnegative and (rows.tile_facts & TileFacts::kNotUniform) == 0;
       KeyTile tile;
       tile.begin = t * kKeyTile;
       tile.ek = shared.ek[kv_at.stage];
       tile.ev = shared.ev[kv_at.stage];
-      tile.v = v_descriptors + stage;
-      tile.ones = ones_descriptors + stage;
-      const bool some = max(any.begin, tile.begin) < min(any.end, tile.begin + kKeyTile);
-      const bool every = all.begin <= tile.begin and tile.begin + kKeyTile <= all.end;
+      tile.own_turn = own_turn;
+      tile.next_turn = next_turn;
+      tile.q_low = q_low;
+      tile.low = k_base + kv_at.stage * kStageStep;
+      // The last step multiplies a tile that is there; nobody reads the result.
+      tile::RingPosition<Config::kStages> next = kv_at;
+      if (t > work.tiles.begin) {
+        next.advance();
+        shared.kv_ring.wait_full(next);
+      }
+      tile.next_low = k_base + next.stage * kStageStep;
 
-      // What the softmax wants to know of the keys is read before the turn comes.
-      shared.kv_ring.wait_full(kv_at);
-      const int last = t == last_tile ? last_key : kKeyTile - 1;
-      tile.first_ev = tile.ev[0];
-      const int first_ek = tile.ek[0];
-      const bool uniform =
-          nonnegative and first_ek == tile.ek[last] and tile.first_ev == tile.ev[last];
-      use_key_exponent(rows, first_ek, params.score_scale);
-
-      ptx::named_barrier_sync(own_turn, kPair);
-      if (not some) {
-        ptx::named_barrier_arrive(next_turn, kPair);
+      if (not some.contains(t)) {
+        ptx::named_barrier_sync(own_turn, 128 * Config::kConsumers);
+        ptx::named_barrier_arrive(next_turn, 128 * Config::kConsumers);
+        skip_step<Config>(s, tile);
+      } else if (uniform and whole.contains(t)) {
+        step_uniform<Config, false>(rows, s, tile);
+      } else if (uniform) {
+        step_uniform<Config, true>(rows, s, tile);
       } else {
-        float s[64];
-        ptx::wgmma_fence();
-        using Scores = ptx::WgmmaE4m3<kKeyTile>;
-        Scores::fresh_ss(s, q_descriptor, k_descriptors + stage);
-#pragma unroll
-        for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
-          Scores::add_ss(s, q_descriptor + k * tile::kDescriptorStepK32,
-                         k_descriptors + stage + k * tile::kDescriptorStepK32);
-        }
-        ptx::wgmma_commit_group();
-        ptx::wgmma_wait_group<0>();
-        ptx::pin(s);
-        ptx::named_barrier_arrive(next_turn, kPair);
-
-        if (uniform and every) {
-          attend_uniform<Config, false>(rows, s, tile);
-        } else if (uniform) {
-          attend_uniform<Config, true>(rows, s, tile);
-        } else {
-          attend_general(rows, s, tile, params.score_scale);
-        }
+        step_general(rows, s, tile, params.score_scale);
       }
       if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
       kv_at.advance();
