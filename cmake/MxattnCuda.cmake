@@ -10,6 +10,7 @@
 
 set(MXATTN_CUDA AUTO CACHE STRING "Build device code: AUTO (if nvcc is found), ON or OFF")
 set_property(CACHE MXATTN_CUDA PROPERTY STRINGS AUTO ON OFF)
+option(MXATTN_DEVICE_DEBUG "Device code traps where it would wait for ever" OFF)
 set(MXATTN_HAS_CUDA FALSE)
 
 if(MXATTN_SANITIZE AND MXATTN_CUDA STREQUAL "AUTO")

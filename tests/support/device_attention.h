@@ -14,6 +14,7 @@
 #include <mxattn/plan.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
@@ -31,12 +32,14 @@ inline bool has_hopper() {
          cudaGetDeviceProperties(&properties, 0) == cudaSuccess and properties.major == 9;
 }
 
-/// A kernel that hangs holds the device until its process ends: it ends by itself.
+/// A kernel that hangs holds the device until its process ends: it ends by itself, after
+/// MXATTN_TEST_SECONDS (compute-sanitizer needs more than the default).
 class Watchdog : public ::testing::Environment {
  public:
   void SetUp() override {
-    constexpr unsigned kSeconds = 300;  // compute-sanitizer is slow
-    alarm(kSeconds);
+    constexpr int kSeconds = 120;
+    const char* const wanted = std::getenv("MXATTN_TEST_SECONDS");
+    alarm(static_cast<unsigned>(wanted == nullptr ? kSeconds : std::atoi(wanted)));
   }
   void TearDown() override { alarm(0); }
 };
