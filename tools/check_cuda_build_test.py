@@ -31,8 +31,9 @@ def kernel(name: str, stores: int = 0, loads: int = 0, registers: int = 168) -> 
 
 
 LOSS = (
-    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    " due to non wgmma instructions defining accumulator registers in the function 'slow'\n"
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are"
+    " serialized due to non wgmma instructions defining accumulator registers in the function"
+    " 'slow'\n"
 )
 
 
