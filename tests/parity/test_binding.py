@@ -13,6 +13,7 @@ import pytest
         ("forward_args", m.ForwardArgs),
         ("backward_args", m.BackwardArgs),
         ("quantize_args", m.QuantizeArgs),
+        ("device_plan_args", m.DevicePlanArgs),
     ],
 )
 def test_structs_have_the_size_of_the_header(init, kind):

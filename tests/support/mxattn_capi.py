@@ -1,7 +1,8 @@
 """The C ABI of include/mxattn/mxattn.h through ctypes and numpy, for tests and benchmarks.
 
-Tensors are numpy arrays (tokens, heads, dim) of ml_dtypes.bfloat16 with any strides. `Attention`
-holds a problem and the saved state; `attention` is the whole call in one function.
+Tensors are numpy arrays (tokens, heads, dim) of ml_dtypes.bfloat16 with any strides; those of torch
+are taken too, for devices. `Attention` holds a problem and the saved state; `attention` is the whole
+call in one function.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float8_e4m3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
+CPU, CUDA = 0, 1
 DTYPES = {1: bfloat16, 2: np.dtype(np.float32), 3: float8_e4m3, 4: np.dtype(np.int8),
           5: np.dtype(np.int32)}  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -110,6 +112,19 @@ class QuantizeArgs(c.Structure):
     ]
 
 
+class DevicePlanArgs(c.Structure):
+    _fields_ = [
+        ("size", c.c_uint64),
+        ("cu_seqlens_q", Tensor),
+        ("cu_seqlens_k", Tensor),
+        ("memory", c.c_void_p),
+        ("memory_bytes", c.c_uint64),
+        ("workspace", c.c_void_p),
+        ("workspace_bytes", c.c_uint64),
+        ("stream", c.c_void_p),
+    ]
+
+
 class RecipeInfo(c.Structure):
     _fields_ = [
         ("size", c.c_uint64),
@@ -150,6 +165,10 @@ def _load() -> c.CDLL:
     lib.mxattn_state_count.argtypes = [c.c_void_p, c.POINTER(c.c_int32)]
     lib.mxattn_state_at.argtypes = [c.c_void_p, c.c_int32, c.POINTER(BufferInfo)]
     lib.mxattn_workspace_bytes.argtypes = [c.c_void_p, c.POINTER(c.c_uint64)]
+    lib.mxattn_plan_bytes.argtypes = [c.c_void_p, c.POINTER(c.c_uint64)]
+    lib.mxattn_plan_create_on_device.argtypes = [c.c_void_p, c.c_void_p, c.POINTER(c.c_void_p)]
+    lib.mxattn_plan_destroy.argtypes = [c.c_void_p]
+    lib.mxattn_plan_destroy.restype = None
     for name in ("forward", "backward", "quantize", "dequantize"):
         getattr(lib, f"mxattn_{name}").argtypes = [c.c_void_p, c.c_void_p]
     return lib
@@ -163,17 +182,23 @@ def check(status: int) -> None:
         raise MxattnError(status, lib.mxattn_last_error().decode())
 
 
-def tensor(array: np.ndarray | None) -> Tensor:
-    """A view of the array; without data if None."""
+def tensor(array) -> Tensor:
+    """A view of an array of numpy or torch; without data if None."""
     view = Tensor()
     if array is None:
         return view
-    view.data = array.ctypes.data if array.size else None
-    view.dtype = CODES[array.dtype]
+    if isinstance(array, np.ndarray):
+        address, dtype = array.ctypes.data if array.size else None, array.dtype
+        strides = [stride // array.itemsize for stride in array.strides]
+    else:
+        address, strides = array.data_ptr() or None, array.stride()
+        dtype = np.dtype(str(array.dtype).removeprefix("torch."))
+    view.data = address
+    view.dtype = CODES[dtype]
     view.rank = array.ndim
     for i in range(array.ndim):
         view.shape[i] = array.shape[i]
-        view.strides[i] = array.strides[i] // array.itemsize
+        view.strides[i] = strides[i]
     return view
 
 
@@ -187,11 +212,14 @@ def poisoned(shape, dtype) -> np.ndarray:
 
 
 def make_config(q_shape, k_shape, num_documents, *, recipe="fp8", backend="auto", causal=True,
-                window=(-1, -1), softmax_scale=None, rotate=-1, threads=0):  # fmt: skip
+                window=(-1, -1), softmax_scale=None, rotate=-1, threads=0, device=None):  # fmt: skip
+    """`device` is the index of a CUDA device, None the CPU."""
     config = ProblemConfig()
     lib.mxattn_problem_config_init(c.byref(config))
     config.recipe = recipe.encode()
     config.backend = backend.encode()
+    config.device_kind = CPU if device is None else CUDA
+    config.device_index = device or 0
     config.total_q, config.heads_q, config.head_dim = q_shape
     config.total_k, config.heads_k = k_shape[:2]
     config.num_documents = num_documents
@@ -221,18 +249,18 @@ class Attention:
         config = make_config(q_shape, k_shape, len(cu_seqlens_q) - 1, **options)
         check(lib.mxattn_problem_create(c.byref(config), c.byref(self._problem)))
         self.q_shape, self.k_shape = tuple(q_shape), tuple(k_shape)
-        self.cu_q = np.ascontiguousarray(cu_seqlens_q, np.int32)
-        self.cu_k = None if cu_seqlens_k is None else np.ascontiguousarray(cu_seqlens_k, np.int32)
-        self.state: dict[str, np.ndarray] = {}
+        self.cu_q = self._lengths(cu_seqlens_q)
+        self.cu_k = None if cu_seqlens_k is None else self._lengths(cu_seqlens_k)
+        self.state = {}
         count = c.c_int32()
         check(lib.mxattn_state_count(self._problem, c.byref(count)))
         for i in range(count.value):
             info = BufferInfo(size=c.sizeof(BufferInfo))
             check(lib.mxattn_state_at(self._problem, i, c.byref(info)))
             shape = tuple(info.shape[: info.rank])
-            self.state[info.name.decode()] = poisoned(shape, DTYPES[info.dtype])
+            self.state[info.name.decode()] = self._buffer(shape, DTYPES[info.dtype])
         self._buffers = (Buffer * max(1, count.value))(
-            *(Buffer(array.ctypes.data, array.nbytes) for array in self.state.values())
+            *(Buffer(tensor(array).data, array.nbytes) for array in self.state.values())
         )
         self._call = Call(
             cu_seqlens_q=tensor(self.cu_q),
@@ -244,6 +272,14 @@ class Attention:
     def __del__(self):
         if getattr(self, "_problem", None):
             lib.mxattn_problem_destroy(self._problem)
+
+    @staticmethod
+    def _lengths(cu_seqlens) -> np.ndarray:
+        return np.ascontiguousarray(cu_seqlens, np.int32)
+
+    @staticmethod
+    def _buffer(shape, dtype) -> np.ndarray:
+        return poisoned(shape, dtype)
 
     def _args(self, kind, **tensors):
         args = kind(size=c.sizeof(kind), call=self._call)
