@@ -30,6 +30,18 @@ class Plan {
     handle_.reset(handle);
   }
 
+  /// On a device: args as in mxattn_device_plan_args, whose memory and lengths the caller keeps.
+  static std::uint64_t device_bytes(const Problem& problem) {
+    std::uint64_t bytes = 0;
+    detail::check(mxattn_plan_bytes(problem.handle(), &bytes));
+    return bytes;
+  }
+  Plan(const Problem& problem, const mxattn_device_plan_args& args) {
+    mxattn_plan* handle = nullptr;
+    detail::check(mxattn_plan_create_on_device(problem.handle(), &args, &handle));
+    handle_.reset(handle);
+  }
+
   const mxattn_plan* handle() const { return handle_.get(); }
 
  private:

@@ -268,9 +268,6 @@ void quantize_operand(const Problem& problem, const mxattn_quantize_args& args) 
 }
 
 void dequantize_operand(const Problem& problem, const mxattn_quantize_args& args) {
-  if (problem.on_device() != nullptr) {
-    unsupported("backend ", problem.backend.entry->name, " does not dequantize");
-  }
   Checker check(problem, args.call);
   require(args.rotate_back == 0 or args.rotate_back == 1, "rotate_back", args.rotate_back,
           "0 or 1");
@@ -280,6 +277,12 @@ void dequantize_operand(const Problem& problem, const mxattn_quantize_args& args
   const Side side = side_of(state, args.operand);
   const bool rotate_back =
       args.rotate_back == 1 and is_rotated(side.role, kernel.dim, kernel.rotate);
+  if (problem.on_device() != nullptr) {
+    const CurrentDevice current(problem.device_index);
+    problem.on_device()->restore(problem.device, check.device_call(), side.role, side.operand,
+                                 rotate_back, view_of<float>(args.tensor));
+    return;
+  }
   restore(side.operand, side.role, *kernel.pack, rotate_back, kernel.threads,
           view_of<float>(args.tensor));
 }

@@ -119,6 +119,37 @@ TEST(ApiPlan, RefusesOtherLengths) {
   mxattn_plan_destroy(nullptr);
 }
 
+TEST(ApiPlan, LiesOnADeviceForProblemsOfADeviceOnly) {
+  Case c(config_of("cpu"));
+  EXPECT_EQ(Plan::device_bytes(c.problem), 0u);
+  mxattn_device_plan_args args;
+  mxattn_device_plan_args_init(&args);
+  mxattn_plan* plan = nullptr;
+  EXPECT_EQ(mxattn_plan_create_on_device(c.problem.handle(), &args, &plan),
+            MXATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(plan, nullptr);
+  EXPECT_STREQ(
+      mxattn_last_error(),
+      "problem = cpu: expected one on a device: mxattn_plan_create makes lists of the CPU");
+  args.size = 3;
+  EXPECT_EQ(mxattn_plan_create_on_device(c.problem.handle(), &args, &plan),
+            MXATTN_INVALID_ARGUMENT);
+}
+
+TEST(ApiPlan, ChecksLengthsWhenAsked) {
+  Case c(config_of("cpu"));
+  const mxattn_call& call = c.forward.call;
+  const auto check = [&](const mxattn_tensor* k) {
+    return mxattn_check_cu_seqlens(c.problem.handle(), &call.cu_seqlens_q, k, nullptr);
+  };
+  EXPECT_EQ(check(&call.cu_seqlens_k), MXATTN_OK) << mxattn_last_error();
+  c.cu_k.back() = 1 << 20;
+  EXPECT_EQ(check(&call.cu_seqlens_k), MXATTN_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(mxattn_last_error()).find("cu_seqlens_k"), std::string::npos);
+  EXPECT_EQ(mxattn_check_cu_seqlens(c.problem.handle(), nullptr, nullptr, nullptr),
+            MXATTN_INVALID_ARGUMENT);
+}
+
 ScheduleConfig skewed() {
   ScheduleConfig config;
   config.cu_seqlens_q = {0, 8192};

@@ -65,6 +65,9 @@ struct DeviceBackend {
   /// One of Q, K and V into its operand.
   void (*quantize)(const DeviceProblem&, const DeviceCall&, Role role,
                    const TensorView<const Bf16Bits>& x, const Operand& out);
+  /// Restored values of an operand; 0 outside the documents.
+  void (*restore)(const DeviceProblem&, const DeviceCall&, Role role, const Operand& operand,
+                  bool rotate_back, const TensorView<float>& y);
   void (*forward)(const DeviceProblem&, const DeviceCall&, const ForwardArgs&, Quantised);
   void (*backward)(const DeviceProblem&, const DeviceCall&, const BackwardArgs&);
 };

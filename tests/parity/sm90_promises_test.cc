@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "support/device_array.h"
 #include "support/device_attention.h"
 #include "support/random_cases.h"
+#include "support/sm90_model.h"
 
 namespace mxattn::test {
 namespace {
@@ -308,13 +311,46 @@ TEST_F(Sm90Interface, RefusesWhatItCannotRead) {
   refuse("does not share", [&](auto& a) { a.out.data = device.q; });
   EXPECT_EQ(mxattn_forward(device.problem(), &good), MXATTN_OK) << mxattn_last_error();
   MXATTN_EXPECT_CUDA(cudaDeviceSynchronize());
+}
 
-  mxattn_quantize_args restore;
-  mxattn_quantize_args_init(&restore);
-  restore.call = good.call;
-  restore.operand = MXATTN_Q;
-  expect_message(message_of(mxattn_dequantize(device.problem(), &restore), MXATTN_UNSUPPORTED),
-                 "does not dequantize");
+TEST_F(Sm90Interface, BitEqualRestoredValues) {
+  AttentionCase test({.q_lens = {150, 0, 60}, .heads_q = 4, .heads_k = 2, .spare = 5});
+  fill_normal(test, 94);
+  std::fill_n(test.k.begin() + static_cast<std::ptrdiff_t>(test.k_at(170)), 3, kNanBits);
+  poison_tails(test);
+  DeviceAttention device(test);
+  device.run();
+  const Sm90Model model(test);
+  const auto total = static_cast<std::int64_t>(test.pack().total_q);
+  for (const auto& [operand, role, heads, host_operand] :
+       {std::tuple{MXATTN_Q, Role::kQ, 4, &model.q()},
+        std::tuple{MXATTN_K, Role::kK, 2, &model.k()},
+        std::tuple{MXATTN_V, Role::kV, 2, &model.v()}}) {
+    for (const bool rotate_back : {false, true}) {
+      const auto size = static_cast<std::size_t>(total * heads * 128);
+      DeviceArray<float> restored(std::vector<float>(size, -1.0f));
+      mxattn_quantize_args args;
+      mxattn_quantize_args_init(&args);
+      args.call = device.call(nullptr);
+      args.operand = operand;
+      args.rotate_back = rotate_back;
+      args.tensor = {restored.data(), MXATTN_F32, 3, {total, heads, 128}, {heads * 128, 128, 1}};
+      EXPECT_EQ(mxattn_dequantize(device.problem(), &args), MXATTN_OK) << mxattn_last_error();
+      std::vector<float> expected(size, -2.0f);
+      restore(*host_operand, role, test.pack(), rotate_back and role != Role::kV, 1,
+              {expected.data(), total, heads, 128, heads * 128, 128});
+      const std::vector<float> values = restored.to_host();
+      std::size_t different = 0, nans = 0;
+      for (std::size_t i = 0; i < size; ++i) {
+        nans += is_nan(expected[i]) ? 1 : 0;
+        different += is_nan(expected[i]) ? not is_nan(values[i])
+                                         : bits_of(values[i]) != bits_of(expected[i]);
+      }
+      EXPECT_EQ(different, 0u) << "operand " << operand << " rotated back " << rotate_back;
+      // Exponents run: one NaN token makes all later ones of its document NaN.
+      EXPECT_EQ(nans > 0, operand == MXATTN_K);
+    }
+  }
 }
 
 TEST_F(Sm90Interface, ChecksLengthsWhenAsked) {

@@ -113,6 +113,23 @@ void quantize_alone(const DeviceProblem& problem, const DeviceCall& call, Role r
   quantize(problem, call, role, x, out, workspace, nullptr);
 }
 
+void restore(const DeviceProblem& problem, const DeviceCall& call, Role role,
+             const Operand& operand, bool rotate_back, const TensorView<float>& y) {
+  const std::int32_t* const cu_seqlens =
+      is_query_role(role) ? call.cu_seqlens_q : call.cu_seqlens_k;
+  cuda::restore(operand, cu_seqlens, problem.num_documents, rotate_back, y, stream_of(call));
+  OutsideArgs outside;
+  outside.end = cu_seqlens + problem.num_documents;
+  // Zeros are zeros: a row of FP32 is twice as many words of 16 bits.
+  outside.tensors[0] = {reinterpret_cast<std::uint16_t*>(y.data),
+                        y.tokens,
+                        y.heads,
+                        2 * y.dim,
+                        2 * y.token_stride,
+                        2 * y.head_stride};
+  fill_outside(outside, problem.multiprocessors, stream_of(call));
+}
+
 // ---- tensor maps ------------------------------------------------------------------------------
 
 /// Codes (heads, slots, d) in boxes of `box` rows.
@@ -330,6 +347,7 @@ const DeviceBackend& backend() {
       .lists_bytes = lists_bytes,
       .make_lists = make_lists,
       .quantize = quantize_alone,
+      .restore = restore,
       .forward = forward,
       .backward = backward,
   };

@@ -38,6 +38,10 @@ void make_running_norms(const QuantizeArgs& args, cudaStream_t stream);
 /// The copy of an operand's codes that QuantizeArgs::transposed describes, from the codes.
 void transpose_codes(const Operand& operand, std::uint8_t* transposed, cudaStream_t stream);
 
+/// Restored values of the documents' tokens, (tokens, heads, 128); NaN where the exponent says so.
+void restore(const Operand& operand, const std::int32_t* cu_seqlens, int num_documents,
+             bool rotate_back, const TensorView<float>& y, cudaStream_t stream);
+
 /// dO: g = dO / L with its own exponent a token, norms of g and O, and D.
 struct GradientArgs {
   TensorView<const std::uint16_t> dout, out;   // BF16 (total_q, heads_q, 128)
