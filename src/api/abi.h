@@ -47,12 +47,19 @@ void write(const char* name, T* pointer, const T& value) {
   *pointer = value;
 }
 
+/// No struct will ever be larger. A size that nobody has set must not lead read_struct() through
+/// the memory behind the struct.
+inline constexpr std::size_t kMaxStructBytes = 4096;
+
 /// Checks the size field of a struct of the caller. NOTE: when a struct grows, the least size that
 /// is accepted stays that of its first version.
 template <class T>
 std::size_t checked_size(const char* name, const T* pointer) {
+  static_assert(sizeof(T) <= kMaxStructBytes);
   const std::uint64_t size = deref(name, pointer).size;
   require(size >= sizeof(T), std::string(name) + ".size", size, "at least ", sizeof(T),
+          ": was the struct initialised?");
+  require(size <= kMaxStructBytes, std::string(name) + ".size", size, "at most ", kMaxStructBytes,
           ": was the struct initialised?");
   return static_cast<std::size_t>(size);
 }

@@ -1,5 +1,6 @@
 // Bad input: the message names argument, value and expectation, and nothing is written.
 #include <gtest/gtest.h>
+#include <mxattn/plan.h>
 
 #include <cmath>
 #include <functional>
@@ -301,6 +302,41 @@ TEST(ApiErrors, UnknownFieldsAreRefusedUnlessZero) {
   newer.unknown = 1;
   EXPECT_EQ(mxattn_problem_create(&newer.config, &problem), MXATTN_INVALID_ARGUMENT);
   EXPECT_NE(std::string(mxattn_last_error()).find("or zeros beyond"), std::string::npos);
+}
+
+// Memory behind the struct is not read: it may not be there.
+TEST(ApiErrors, SizesThatNobodySetAreRefused) {
+  Case c;
+  for (const std::uint64_t size : {std::uint64_t{1} << 40, ~std::uint64_t{0}}) {
+    mxattn_problem_config config = Case::default_config().c_config();
+    config.size = size;
+    mxattn_problem* problem = nullptr;
+    EXPECT_EQ(mxattn_problem_create(&config, &problem), MXATTN_INVALID_ARGUMENT) << size;
+    EXPECT_NE(std::string(mxattn_last_error()).find("at most 4096: was the struct initialised?"),
+              std::string::npos);
+    mxattn_problem_destroy(problem);
+    c.forward.size = size;
+    const auto before = c.written();
+    EXPECT_EQ(mxattn_forward(c.problem.handle(), &c.forward), MXATTN_INVALID_ARGUMENT) << size;
+    EXPECT_EQ(c.written(), before);
+  }
+}
+
+TEST(ApiErrors, SchedulesAreChecked) {
+  const std::int32_t ends[] = {0, 300};
+  mxattn_schedule_config config;
+  mxattn_schedule_config_init(&config);
+  config.cu_seqlens_q = ends;
+  const auto refusal = [&config] {
+    mxattn_schedule* schedule = nullptr;
+    EXPECT_EQ(mxattn_schedule_create(&config, &schedule), MXATTN_INVALID_ARGUMENT);
+    EXPECT_EQ(schedule, nullptr);
+    return std::string(mxattn_last_error());
+  };
+  EXPECT_EQ(refusal(), "num_documents = 0: expected at least 1");
+  config.num_documents = 1;
+  config.causal = 2;
+  EXPECT_EQ(refusal(), "causal = 2: expected 0 or 1");
 }
 
 TEST(ApiErrors, TheCppInterfaceThrowsStatusAndMessage) {

@@ -61,17 +61,18 @@ std::span<const std::int32_t> cu_seqlens(const char* name, const std::int32_t* d
 }
 
 Schedule make_schedule(const mxattn_schedule_config& config) {
-  require(config.num_documents >= 0, "num_documents", config.num_documents, "0 or more");
+  require(config.num_documents >= 1, "num_documents", config.num_documents, "at least 1");
   const auto q = cu_seqlens("cu_seqlens_q", config.cu_seqlens_q, config.num_documents);
   const auto k = config.cu_seqlens_k == nullptr
                      ? q
                      : cu_seqlens("cu_seqlens_k", config.cu_seqlens_k, config.num_documents);
+  require(config.causal == 0 or config.causal == 1, "causal", config.causal, "0 or 1");
   require(config.window_left >= -1, "window_left", config.window_left, "-1 or more");
   require(config.window_right >= -1, "window_right", config.window_right, "-1 or more");
 
   Schedule schedule;
   schedule.pack = make_pack(q, k, q.back(), k.back());
-  schedule.mask = {config.causal != 0, config.window_left, config.window_right};
+  schedule.mask = {config.causal == 1, config.window_left, config.window_right};
   schedule.spec.pass = pass_of(config.pass);
   schedule.spec.heads_q = config.heads_q;
   schedule.spec.heads_k = config.heads_k;
