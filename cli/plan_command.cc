@@ -7,6 +7,7 @@
 #include <memory>
 #include <mxattn/plan.hpp>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -20,7 +21,8 @@ namespace {
 
 struct PlanOptions {
   std::string lengths, k_lengths, mask = "causal", pass = "forward", svg;
-  int workers = 132, heads = 16, heads_k = 0, tile = 0, heads_per_group = 0;
+  int workers = 132, heads = 16, heads_per_group = 0;
+  std::optional<int> heads_k, tile;
   std::uint32_t cost_per_tile = 1, cost_per_item = 0;
   bool json = false;
 };
@@ -28,6 +30,24 @@ struct PlanOptions {
 int pass_of(const std::string& name) {
   if (name == "forward") return MXATTN_PASS_FORWARD;
   return name == "dq" ? MXATTN_PASS_DQ : MXATTN_PASS_DKV;
+}
+
+/// Every order of the list is sorted and simulated: minutes and gigabytes beyond this many items.
+void check_items(const mxattn::ScheduleConfig& config) {
+  constexpr std::int64_t kMostItems = 1 << 24;
+  if (config.tile < 1) return;  // the library says what is wrong
+  const bool keys = config.pass == MXATTN_PASS_DKV;
+  const auto& ends =
+      keys and not config.cu_seqlens_k.empty() ? config.cu_seqlens_k : config.cu_seqlens_q;
+  std::int64_t items = 0;
+  for (std::size_t d = 1; d < ends.size(); ++d) {
+    items += (std::int64_t{ends[d]} - ends[d - 1] + config.tile - 1) / config.tile;
+  }
+  items *= keys ? config.heads_k : config.heads_q;
+  if (items > kMostItems) {
+    throw std::invalid_argument(
+        fmt::format("--lengths, --heads: {} items: expected at most {}", items, kMostItems));
+  }
 }
 
 mxattn::ScheduleConfig config_of(const PlanOptions& options) {
@@ -43,17 +63,18 @@ mxattn::ScheduleConfig config_of(const PlanOptions& options) {
     }
   }
   config.heads_q = options.heads;
-  config.heads_k = options.heads_k > 0 ? options.heads_k : options.heads;
+  config.heads_k = options.heads_k.value_or(options.heads);
   config.causal = mask.causal;
   config.window_left = mask.window_left;
   config.pass = pass_of(options.pass);
   // What the kernels take by default.
   const int usual_tile = config.pass == MXATTN_PASS_FORWARD ? 256 : 128;
-  config.tile = options.tile > 0 ? options.tile : usual_tile;
+  config.tile = options.tile.value_or(usual_tile);
   config.heads_per_group = options.heads_per_group;
   config.workers = options.workers;
   config.cost_per_tile = options.cost_per_tile;
   config.cost_per_item = options.cost_per_item;
+  check_items(config);
   return config;
 }
 

@@ -65,6 +65,10 @@ std::string reason_of(const OrderResult& chosen, const OrderResult& input, const
 
 Schedule simulate(std::span<const std::uint32_t> costs, Assignment assignment, int workers) {
   check_workers(workers);
+  // Ties go to the smallest number, so n items reach the first n workers at most: memory follows
+  // the list, whatever number of workers is asked for.
+  workers = static_cast<int>(
+      std::min(static_cast<std::size_t>(workers), std::max<std::size_t>(costs.size(), 1)));
   Schedule schedule;
   schedule.worker.resize(costs.size());
   schedule.start.resize(costs.size());

@@ -67,6 +67,9 @@ def test_masks_and_passes(arguments):
         (("--lengths", "1", "--workers", "0"), "workers = 0: expected at least 1"),
         (("--lengths", "1", "--tile", "100"), "tile = 100: expected 128, 192 or 256 queries"),
         (("--lengths", "1", "--heads", "3", "--heads-k", "2"), "expected a divisor of heads_q = 3"),
+        (("--lengths", "1", "--heads-k", "-5"), "heads_k = -5: expected a divisor of heads_q = 16"),
+        (("--lengths", "1", "--tile", "-5"), "tile = -5: expected 128, 192 or 256 queries"),
+        (("--lengths", "1x16777216", "--heads", "2"), "33554432 items: expected at most 16777216"),
         (("--lengths", "1", "--svg", "/nowhere/x.svg"), "--svg /nowhere/x.svg: cannot write"),
         ((), "--lengths is required"),
     ],
@@ -75,3 +78,10 @@ def test_bad_input(arguments, message):
     done = mxattn("plan", *arguments, status=2)
     assert done.stdout == ""
     assert message in done.stderr
+
+
+def test_more_workers_than_items_cost_nothing():
+    done = mxattn("plan", "--lengths", "300", "--workers", "2147483647", "--json")
+    report = json.loads(done.stdout)
+    assert report["workers"] == 2147483647
+    assert {o["makespan"] for o in report["orders"]} == {report["largest_cost"]}
