@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <cstring>
+#include <limits>
 #include <set>
 #include <stdexcept>
 #include <string_view>
@@ -44,7 +45,10 @@ std::vector<std::uint16_t> read_part(const SafetensorsFile& file, const std::str
          "BF16 (tokens, heads, dim)");
   if (heads == 0) heads = tensor.shape[1];
   if (dim == 0) dim = tensor.shape[2];
-  expect(tensor.shape == Shape{tokens, heads, dim} and heads > 0 and dim > 0, name, tensor,
+  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+  expect(heads > 0 and heads <= kMost and dim > 0 and dim <= kMost, name, tensor,
+         fmt::format("heads and dim from 1 to {}", kMost));
+  expect(tensor.shape == Shape{tokens, heads, dim}, name, tensor,
          fmt::format("BF16 ({}, {}, {})", tokens, heads, dim));
 
   auto values = copy<std::uint16_t>(tensor);

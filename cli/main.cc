@@ -1,8 +1,12 @@
 // `mxattn`: shows on a machine without a GPU what the library computes.
 #include <fmt/core.h>
 
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <exception>
 #include <mxattn/mxattn.hpp>
+#include <stdexcept>
 
 #include "command.h"
 
@@ -14,6 +18,15 @@ constexpr void (*kCommands[])(CLI::App&, cli::Action&) = {
     cli::add_info_command,
     cli::add_plan_command,
 };
+
+/// Runs the chosen command. What was printed may still wait in a buffer: a full disk shows here.
+int run(const cli::Action& action) {
+  const int status = action();
+  if (std::fflush(stdout) != 0) {
+    throw std::runtime_error(fmt::format("standard output: cannot write: {}", strerror(errno)));
+  }
+  return status;
+}
 
 }  // namespace
 
@@ -35,7 +48,7 @@ int main(int argc, char** argv) {
     return cli::kBadInput;
   }
   try {
-    return action();
+    return run(action);
   } catch (const std::exception& error) {
     fmt::print(stderr, "mxattn: {}\n", error.what());
     return cli::kBadInput;

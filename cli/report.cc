@@ -103,7 +103,8 @@ void print_json(const Report& report) {
                                  {"promised", causality.promised ? "strict" : "nothing"}};
   }
   json["notes"] = report.notes;
-  fmt::print("{}\n", json.dump(2));
+  // The name of the capture is that of a file, and may be no UTF-8.
+  fmt::print("{}\n", json.dump(2, ' ', false, Json::error_handler_t::replace));
 }
 
 void print_text(const Report& report) {

@@ -1,6 +1,7 @@
 #include "safetensors.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <bit>
@@ -8,8 +9,10 @@
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <stdexcept>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 namespace cli {
@@ -29,6 +32,10 @@ std::size_t element_bytes(std::string_view dtype) {
 }
 
 std::vector<std::byte> read_file(const std::filesystem::path& path) {
+  // A folder can be opened, and says that it is as long as a file may be.
+  if (std::error_code ignored; std::filesystem::is_directory(path, ignored)) {
+    throw std::runtime_error(fmt::format("{}: a folder: expected a file", path.string()));
+  }
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (not file) throw std::runtime_error(fmt::format("{}: cannot be opened", path.string()));
   const std::streamoff size = file.tellg();
@@ -40,6 +47,45 @@ std::vector<std::byte> read_file(const std::filesystem::path& path) {
   return bytes;
 }
 
+/// The header as JSON. The parser keeps the last of equal keys: which tensor is meant must not
+/// depend on that.
+nlohmann::json parse_header(const char* text, std::size_t bytes) {
+  using Json = nlohmann::json;
+  std::set<std::string> names;
+  const auto once = [&](int depth, Json::parse_event_t event, const Json& key) {
+    if (depth == 1 and event == Json::parse_event_t::key and
+        not names.insert(key.get<std::string>()).second) {
+      throw std::runtime_error(fmt::format("{} is there twice", key.get<std::string>()));
+    }
+    return true;
+  };
+  Json header = Json::parse(text, text + bytes, once);
+  if (not header.is_object()) {
+    throw std::runtime_error(fmt::format("a JSON {}: expected an object", header.type_name()));
+  }
+  return header;
+}
+
+/// The integers of a field of an entry. The parser would also turn 7.9 or true into one.
+std::vector<std::int64_t> integers_of(const nlohmann::json& entry, const char* field) {
+  const nlohmann::json& list = entry.at(field);
+  const auto is_integer = [](const nlohmann::json& value) {
+    // Kept as unsigned, it may be beyond 63 bits.
+    return value.is_number_unsigned()
+               ? value.get<std::uint64_t>() <= std::numeric_limits<std::int64_t>::max()
+               : value.is_number_integer();
+  };
+  const auto refuse = [&](const nlohmann::json& value) {
+    // NOTE: writing JSON out recurses, and it may be nested without end.
+    throw std::runtime_error(fmt::format("{}: {}: expected a list of 64-bit integers", field,
+                                         value.is_number() ? value.dump() : value.type_name()));
+  };
+  if (not list.is_array()) refuse(list);
+  const auto bad = std::ranges::find_if_not(list, is_integer);
+  if (bad != list.end()) refuse(*bad);
+  return list.get<std::vector<std::int64_t>>();
+}
+
 /// One entry of the header.
 StoredTensor parse_tensor(const nlohmann::json& entry, std::span<const std::byte> data) {
   StoredTensor tensor;
@@ -47,8 +93,7 @@ StoredTensor parse_tensor(const nlohmann::json& entry, std::span<const std::byte
   const std::size_t element = element_bytes(tensor.dtype);
   if (element == 0) throw std::runtime_error(fmt::format("unknown dtype {}", tensor.dtype));
   std::size_t size = element;
-  for (const auto& dimension : entry.at("shape")) {
-    const auto n = dimension.get<std::int64_t>();
+  for (const std::int64_t n : integers_of(entry, "shape")) {
     if (n < 0) throw std::runtime_error(fmt::format("negative dimension {}", n));
     if (n != 0 and size > std::numeric_limits<std::size_t>::max() / static_cast<std::size_t>(n)) {
       throw std::runtime_error("a shape too large for any file");
@@ -56,13 +101,13 @@ StoredTensor parse_tensor(const nlohmann::json& entry, std::span<const std::byte
     size *= static_cast<std::size_t>(n);
     tensor.shape.push_back(n);
   }
-  const auto offsets = entry.at("data_offsets").get<std::pair<std::int64_t, std::int64_t>>();
-  if (offsets.first < 0 or offsets.second < offsets.first) {
+  const auto offsets = integers_of(entry, "data_offsets");
+  if (offsets.size() != 2 or offsets[0] < 0 or offsets[1] < offsets[0]) {
     throw std::runtime_error(
-        fmt::format("data_offsets [{}, {}] are no range", offsets.first, offsets.second));
+        fmt::format("data_offsets [{}] are no range", fmt::join(offsets, ", ")));
   }
-  const auto begin = static_cast<std::size_t>(offsets.first);
-  const auto end = static_cast<std::size_t>(offsets.second);
+  const auto begin = static_cast<std::size_t>(offsets[0]);
+  const auto end = static_cast<std::size_t>(offsets[1]);
   if (end > data.size()) {
     throw std::runtime_error(
         fmt::format("data_offsets [{}, {}] lie beyond the {} bytes of data: the file is truncated",
@@ -106,7 +151,7 @@ SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : bytes_(rea
                       header, bytes.size()));
     }
     const auto* text = reinterpret_cast<const char*>(bytes.data() + kLengthBytes);
-    const auto json = nlohmann::json::parse(text, text + header);
+    const auto json = parse_header(text, static_cast<std::size_t>(header));
     const auto data = bytes.subspan(kLengthBytes + static_cast<std::size_t>(header));
     for (const auto& [name, entry] : json.items()) {
       if (name == "__metadata__") continue;

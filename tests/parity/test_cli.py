@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 from pathlib import Path
@@ -216,9 +217,76 @@ def test_broken_files_are_refused(tmp_path, spoil, message):
         (lambda h: h["a.k"].update(dtype="Q5"), "a.k: unknown dtype Q5"),
         (lambda h: h["a.k"].pop("shape"), "a.k: "),
         (lambda h: h.update({"a.k": 3}), "a.k: "),
+        (lambda h: h["a.k"].update(shape=[53.9, 2, 32]), "a.k: shape: 53.9: expected"),
+        (lambda h: h["a.k"].update(shape=[1e300, 2, 32]), "expected a list of 64-bit integers"),
+        (lambda h: h["a.k"].update(shape=[2**63, 2, 32]), "expected a list of 64-bit integers"),
+        (lambda h: h["cu_seqlens"].update(shape=4), "cu_seqlens: shape: 4: expected a list"),
+        (lambda h: h["cu_seqlens"].update(data_offsets=[0, 16, 99]), "[0, 16, 99] are no range"),
+        (lambda h: h["cu_seqlens"].update(data_offsets=[0.5, 16.5]), "expected a list of 64-bit"),
     ],
 )
 def test_broken_headers_are_refused(tmp_path, change, message):
     path = tmp_path / "header.safetensors"
     path.write_bytes(file_bytes(capture(), change))
     assert message in mxattn("run", "--capture", str(path), status=2).stderr
+
+
+@pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype"])
+def test_a_header_nested_without_end_is_refused(tmp_path, field):
+    path = tmp_path / "deep.safetensors"
+    raw = file_bytes(capture(), lambda header: header["a.k"].update({field: "HERE"}))
+    length = struct.unpack("<Q", raw[:8])[0]
+    text = raw[8 : 8 + length].replace(b'"HERE"', b"[" * 200000 + b"]" * 200000)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    assert "a.k: " in mxattn("run", "--capture", str(path), status=2).stderr
+
+
+@pytest.mark.parametrize("text", [b"[1, 2]", b"5", b"null"])
+def test_a_header_that_is_no_object_is_refused(tmp_path, text):
+    path = tmp_path / "header.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    assert "header: a JSON" in mxattn("run", "--capture", str(path), status=2).stderr
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
+    raw = file_bytes(capture())
+    length = struct.unpack("<Q", raw[:8])[0]
+    first = b'{"a.q": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}, '
+    text = first + raw[9 : 8 + length]
+    path = tmp_path / "twice.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    assert "header: a.q is there twice" in mxattn("run", "--capture", str(path), status=2).stderr
+
+
+def test_sizes_beyond_32_bits_are_refused(tmp_path):
+    parts = {f"a.{part}": ("BF16", np.zeros((0, 2, 32), np.uint16)) for part in PARTS}
+    tensors = {"cu_seqlens": ("I32", np.zeros(2, np.int32)), **parts}
+
+    def widen(header):
+        for name in parts:
+            header[name]["shape"] = [0, 2**32 + 1, 2**32 + 16]
+
+    path = tmp_path / "wide.safetensors"
+    path.write_bytes(file_bytes(tensors, widen))
+    assert "expected heads and dim from 1" in mxattn("run", "--capture", str(path), status=2).stderr
+
+
+def test_a_folder_is_no_capture(tmp_path):
+    done = mxattn("run", "--capture", str(tmp_path), status=2)
+    assert f"{tmp_path}: a folder" in done.stderr
+
+
+def test_a_file_name_may_hold_any_byte(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors"))
+    path.write_bytes(file_bytes(capture()))
+    report = json.loads(mxattn("run", "--capture", str(path), "--recipe", "fp8", "--json").stdout)
+    assert report["cases"][0]["capture"] == "\ufffd"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_status_2():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [MXATTN, "info"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2 and "standard output: cannot write" in done.stderr
