@@ -29,7 +29,7 @@ __device__ __forceinline__ void stage_output(const TensorView<const std::uint16_
   const int lane = threadIdx.x % 32;
   const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and
                        out.token_stride % 8 == 0 and out.head_stride % 8 == 0;
-  for (int i = lane; i < kGroup * kDim / 8; i += 32) {
+  for (int i = lane; i < kWarpSlots * kDim / 8; i += 32) {
     const int row = i / (kDim / 8);
     const int unit = i % (kDim / 8);
     union {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void stage_output(const TensorView<const std::uint16_
 /// body(channel, value) for a row of O, channels ascending.
 template <class Body>
 __device__ __forceinline__ void for_each_output(OutputTile& tile, int slot, Body body) {
-#pragma unroll
+#pragma unroll 1
   for (int u = 0; u < kDim / 8; ++u) {
     const uint4 unit = *tile.unit(slot, u);
     const std::uint32_t words[4] = {unit.x, unit.y, unit.z, unit.w};
@@ -88,7 +88,7 @@ __device__ __forceinline__ int output_norm(OutputTile& tile, int slot) {
   return stages::norm_exponent(squares.total(), exponent);
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     gradient_kernel(const GradientArgs args, ExponentRule rule, std::int64_t total_q) {
   extern __shared__ std::uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
@@ -99,13 +99,13 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32;
   const std::int64_t row = std::int64_t{head} * args.g.slots + first_slot;
 
-  if (warp * kGroup < slots) {
+  if (warp * kWarpSlots < slots) {
     const Group group =
-        find_group(args.cu_seqlens, args.num_documents, first_slot + warp * kGroup);
+        find_group(args.cu_seqlens, args.num_documents, first_slot + warp * kWarpSlots);
     LaneRows values;
     int exponents[kPasses];
     load_rows(args.dout, head, group, values);
-    stage_output(args.out, head, group, warp * kGroup, shared.out);
+    stage_output(args.out, head, group, warp * kWarpSlots, shared.out);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = pass * kRowsAtOnce + lane / 8;
@@ -120,12 +120,12 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     token_exponents(rule, values, exponents);
-    encode_rows(values, exponents, warp * kGroup, args.g.codes + row * kDim, shared.codes);
+    encode_rows(values, exponents, warp * kWarpSlots, args.g.codes + row * kDim, shared.codes);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = pass * kRowsAtOnce + lane / 8;
       if (lane % 8 == 0) {
-        const int slot = warp * kGroup + r;
+        const int slot = warp * kWarpSlots + r;
         shared.exponents[slot] = static_cast<std::int8_t>(exponents[pass]);
         const bool seeing =
             r < group.rows and args.lse[head * total_q + group.token + r] != -kInfinity;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
     std::uint32_t any = 0;
     const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
     // Codes and O walk the channels together.
-#pragma unroll
+#pragma unroll 1
     for (int u = 0; u < kDim / 16; ++u) {
       const uint4 codes = *reinterpret_cast<const uint4*>(shared.codes.unit(slot, u));
       const uint4 outs[2] = {*shared.out.unit(slot, 2 * u), *shared.out.unit(slot, 2 * u + 1)};

@@ -98,7 +98,7 @@ __device__ __forceinline__ void running_maxima(Shared& shared, std::uint32_t* wo
 }
 
 template <bool kRunning>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     quantize_kernel(const QuantizeArgs args, ExponentRule rule, int tiles) {
   __shared__ Shared shared;
   std::uint32_t* const ticket = args.scratch;
@@ -111,26 +111,27 @@ __global__ void __launch_bounds__(kThreads)
   const int slots = static_cast<int>(min(std::int64_t{kTileSlots}, args.out.slots - first_slot));
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const bool present = warp * kGroup < slots;  // slots are a multiple of 16
+  const bool present = warp * kWarpSlots < slots;  // slots are a multiple of 16
 
   LaneRows values;
   int exponents[kPasses];
   Group group;
   if (present) {
-    group = find_group(args.cu_seqlens, args.num_documents, first_slot + warp * kGroup);
+    group = find_group(args.cu_seqlens, args.num_documents, first_slot + warp * kWarpSlots);
     load_rows(args.x, head, group, values);
     if (args.rotate) rotate(values);
     token_exponents(rule, values, exponents);
   }
-  if (lane == 0) {
-    shared.document[warp] = present ? group.document : -1;
-    shared.begins[warp] = present and group.begins;
+  constexpr int kWarpsPerGroup = kGroup / kWarpSlots;
+  if (lane == 0 and warp % kWarpsPerGroup == 0) {
+    shared.document[warp / kWarpsPerGroup] = present ? group.document : -1;
+    shared.begins[warp / kWarpsPerGroup] = present and group.begins;
   }
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = pass * kRowsAtOnce + lane / 8;
     if (lane % 8 == 0) {
-      shared.exponents[warp * kGroup + row] = static_cast<std::int8_t>(
+      shared.exponents[warp * kWarpSlots + row] = static_cast<std::int8_t>(
           present and row < group.rows ? exponents[pass] : kNothing);
     }
   }
@@ -144,10 +145,10 @@ __global__ void __launch_bounds__(kThreads)
   if (present) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int e = shared.exponents[warp * kGroup + pass * kRowsAtOnce + lane / 8];
+      const int e = shared.exponents[warp * kWarpSlots + pass * kRowsAtOnce + lane / 8];
       exponents[pass] = e == kNothing ? stages::kTokenExponentMin : e;
     }
-    encode_rows(values, exponents, warp * kGroup, args.out.codes + row * kDim, shared.codes);
+    encode_rows(values, exponents, warp * kWarpSlots, args.out.codes + row * kDim, shared.codes);
   }
   __syncthreads();
   const int slot = threadIdx.x;

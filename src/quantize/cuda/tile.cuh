@@ -1,7 +1,7 @@
 // Steps that the quantiser of Q, K, V and the preparation of dO share.
 //
-// A CTA of 256 threads owns 128 slots of one head. Documents start at multiples of 16 slots and take
-// at least 16, so the 16 slots of a warp belong to one document. Eight lanes share a row, 16
+// A CTA of 512 threads owns 128 slots of one head. Documents start at multiples of 16 slots and take
+// at least 16, so the 8 slots of a warp belong to one document. Eight lanes share a row, 16
 // channels each; a warp reads four rows at a time.
 #pragma once
 
@@ -19,13 +19,15 @@ namespace mxattn::cuda {
 
 inline constexpr int kDim = 128;
 inline constexpr int kTileSlots = 128;
-inline constexpr int kThreads = 256;
-inline constexpr int kGroup = 16;        // slots of a warp
+inline constexpr int kThreads = 512;
+inline constexpr int kGroup = stages::kSlotAlignment;  // slots that share a document
+inline constexpr int kWarpSlots = kTileSlots / (kThreads / 32);
 inline constexpr int kLaneChannels = 16;
 inline constexpr int kRowsAtOnce = 4;    // rows of a warp's load
-inline constexpr int kPasses = kGroup / kRowsAtOnce;
+inline constexpr int kPasses = kWarpSlots / kRowsAtOnce;
+static_assert(kGroup % kWarpSlots == 0);
 
-/// What a warp's 16 slots hold.
+/// What the slots of a warp hold.
 struct Group {
   int document = 0;
   std::int64_t token = 0;  // of the first slot
@@ -55,7 +57,7 @@ __device__ __forceinline__ Group find_group(const std::int32_t* cu_seqlens, int 
   const std::int64_t start = document_slot(begin, low);
   group.first = static_cast<int>(slot - start);
   group.token = begin + group.first;
-  group.rows = max(0, min(kGroup, length - group.first));
+  group.rows = max(0, min(kWarpSlots, length - group.first));
   group.begins = group.first == 0;
   return group;
 }

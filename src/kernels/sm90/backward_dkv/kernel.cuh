@@ -449,6 +449,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
 
     StepPairs pairs;
     StepFacts facts;
+    bool ready = false;
     if (total > 0) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
@@ -517,11 +518,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         phase_general(s, dp, shared.stats[stats_at.stage], keys, first_query, params.score_scale,
                       codes);
       }
-      __syncwarp();
-      if (leader) ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
-      stats_at.advance();
 
-      shared.operand_ring.wait_full(at);
+      if (not ready) shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
       const std::uint64_t gt =
           tile::k_major_descriptor(tile::Swizzle::k64, ptx::shared_address(stage.g_transposed));
@@ -536,20 +534,28 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
       // The last block multiplies what an earlier step left in the rows: finite, and never read.
       scores(stage);
+      // In the shadow of the block.
+      __syncwarp();
+      if (leader) ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
+      stats_at.advance();
       if (i + 1 < total) {
         shared.stats_ring.wait_full(stats_at);
         pairs.load(shared.stats[stats_at.stage]);
         facts = shared.stats[stats_at.stage].facts;
       }
+      const int stage_done = at.stage;
+      at.advance();
+      if (++step == work.steps.end) step = work.steps.begin;
+      // A first look at whether the next block's operands have arrived.
+      ready = i + 1 == total or ptx::mbarrier_try_wait(shared.operand_ring.full_at(at.stage),
+                                                       at.parity);
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dv);
       ptx::pin(dk);
       keep_dv = keep_dk = 1;
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
-      at.advance();
-      if (++step == work.steps.end) step = work.steps.begin;
+      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(stage_done));
     }
     // K and V are free, and so is the item's index.
     __syncwarp();

@@ -342,6 +342,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     TileFacts facts;
     int ek_now = kNoExponent, ev_now = kNoExponent;  // of the factors
     int keep = 0;
+    bool ready = false;
     AccumulatorSums sums{workspace, shared.staging[consumer], 1 + consumer};
 #pragma unroll
     for (int i = 0; i < 64; ++i) dq[i] = 0.0f;
@@ -431,11 +432,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         phase_general(s, dp, rows, first_key, shared.ek[exponents_at.stage],
                       shared.ev[exponents_at.stage], params.score_scale, codes);
       }
-      __syncwarp();
-      if (leader) ptx::mbarrier_arrive(shared.exponent_ring.empty_at(exponents_at.stage));
-      exponents_at.advance();
 
-      shared.operand_ring.wait_full(at);
+      if (not ready) shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
       const std::uint64_t kt =
           tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k_transposed));
@@ -448,14 +446,24 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
       // The last block multiplies what an earlier tile left in the rows: finite, and never read.
       scores(stage);
-      if (t + 1 < work.tiles.end) load_facts(t + 1);
+      // In the shadow of the block.
+      __syncwarp();
+      if (leader) ptx::mbarrier_arrive(shared.exponent_ring.empty_at(exponents_at.stage));
+      exponents_at.advance();
+      const int stage_done = at.stage;
+      at.advance();
+      ready = true;
+      if (t + 1 < work.tiles.end) {
+        load_facts(t + 1);
+        // A first look at whether the next block's operands have arrived.
+        ready = ptx::mbarrier_try_wait(shared.operand_ring.full_at(at.stage), at.parity);
+      }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dq);
       keep = 1;
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
-      at.advance();
+      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(stage_done));
     }
     __syncwarp();
     if (leader) ptx::mbarrier_arrive(shared.item_ring.empty_at(0));

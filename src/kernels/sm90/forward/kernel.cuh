@@ -40,6 +40,9 @@ struct RowFacts {
   int eq;         // the stored byte
 };
 
+/// How a step goes.
+enum class Step : std::uint32_t { kPlain, kMasked, kGeneral, kSkip };
+
 template <class Config>
 struct alignas(1024) SharedStorage {
   // producer -> consumers; swizzled as their tensor maps say
@@ -82,24 +85,48 @@ __device__ __forceinline__ Work load_work(const ForwardParams& params, int index
   return work;
 }
 
-/// Exponents of a key tile in one word.
-struct TileFacts {
-  static constexpr std::uint32_t kNotUniform = 1u << 16;
+/// Key tiles of an item as the 64 rows of a warpgroup see them.
+struct TileScope {
+  Range whole{0, 0};  // tiles of which every row sees all keys
+  Range some{0, 0};   // tiles of which any row sees any key
 
-  /// Bytes of the first and the last key of the document in the tile; running exponents never
-  /// decrease, so they tell whether all are equal.
-  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek_first, std::int8_t ek_last,
-                                                       std::int8_t ev_first, std::int8_t ev_last) {
-    const bool uniform = ek_first == ek_last and ev_first == ev_last;
-    return static_cast<std::uint8_t>(ek_first) |
-           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev_first)) << 8 |
-           (uniform ? 0u : kNotUniform);
+  __device__ __forceinline__ TileScope(const Mask& mask, const Document& d, int first_row) {
+    const int last_row = min(first_row + 63, d.q_len - 1);
+    if (first_row > last_row) return;
+    // The mask is a band: its ends never decrease with the row.
+    const Range first = visible_keys(mask, d.q_len, d.k_len, first_row);
+    const Range last = visible_keys(mask, d.q_len, d.k_len, last_row);
+    whole = {(last.begin + kKeyTile - 1) / kKeyTile, first.end / kKeyTile};
+    if (first.begin < last.end) {
+      some = {first.begin / kKeyTile, (last.end - 1) / kKeyTile + 1};
+    }
+  }
+  __device__ __forceinline__ Step step(int tile, bool uniform) const {
+    if (not some.contains(tile)) return Step::kSkip;
+    if (not uniform) return Step::kGeneral;
+    return whole.contains(tile) ? Step::kPlain : Step::kMasked;
+  }
+};
+
+/// What the steps of a key tile want to know, in one word: EK and EV of its first key, and how the
+/// step of each warpgroup goes.
+struct TileFacts {
+  static constexpr std::uint32_t kExponents = 0xFFFFu;
+
+  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, Step step0,
+                                                       Step step1) {
+    return static_cast<std::uint8_t>(ek) |
+           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev)) << 8 |
+           static_cast<std::uint32_t>(step0) << 16 | static_cast<std::uint32_t>(step1) << 18;
   }
   __device__ __forceinline__ static std::int8_t ek(std::uint32_t facts) {
     return static_cast<std::int8_t>(facts & 0xFFu);
   }
   __device__ __forceinline__ static std::int8_t ev(std::uint32_t facts) {
     return static_cast<std::int8_t>((facts >> 8) & 0xFFu);
+  }
+  __device__ __forceinline__ static Step step(std::uint32_t facts, int consumer) {
+    return static_cast<Step>((facts >> (16 + 2 * consumer)) & 3u);
   }
 };
 
@@ -131,20 +158,24 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
 
     // Key tiles from the diagonal down to the first visible one.
     const std::int64_t row = work.key_head * params.k_slots + work.document.k_slot;
+    const TileScope scope0(params.mask, work.document, work.item.first);
+    const TileScope scope1(params.mask, work.document, work.item.first + 64);
     for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
       const std::int64_t offset = row + t * kKeyTile;
       const std::int64_t last =
           offset + min(kKeyTile, work.document.k_len - t * kKeyTile) - 1;
-      const std::uint32_t facts =
-          TileFacts::pack(params.k_exponents[offset], params.k_exponents[last],
-                          params.v_exponents[offset], params.v_exponents[last]);
+      // Running exponents never decrease: their ends tell whether all are equal. The plain step
+      // takes the score of the maximum for the maximum of the scores.
+      const std::int8_t ek = params.k_exponents[offset], ev = params.v_exponents[offset];
+      const bool uniform = ek == params.k_exponents[last] and ev == params.v_exponents[last] and
+                           params.score_scale >= 0.0f;
       shared.kv_ring.wait_empty(kv_at);
       auto& stage = shared.stages[kv_at.stage];
       const std::uint32_t full = shared.kv_ring.full_at(kv_at.stage);
       const int slot = static_cast<int>(work.document.k_slot) + t * kKeyTile;
-      shared.facts[kv_at.stage] = facts;
+      shared.facts[kv_at.stage] =
+          TileFacts::pack(ek, ev, scope0.step(t, uniform), scope1.step(t, uniform));
       // The last tile of the last document may end before 128 slots do.
-      const bool uniform = (facts & TileFacts::kNotUniform) == 0;
       const int bytes =
           uniform ? 0
                   : static_cast<int>(
@@ -166,7 +197,7 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
 // ---- consumers --------------------------------------------------------------------------------
 
 inline constexpr int kNoUnit = -1000;  // no byte
-inline constexpr std::uint32_t kNoFacts = ~0u;
+inline constexpr std::uint32_t kNoFacts = 0x8080u;  // exponents that no token has
 
 /// What a thread keeps of its two query rows over the key tiles.
 template <class Config>
@@ -210,8 +241,9 @@ struct Rows {
 template <class Config>
 __device__ __forceinline__ void enter_tile(Rows<Config>& rows, std::uint32_t facts,
                                            float score_scale) {
-  if (facts == rows.tile_facts) return;
+  const bool same = ((facts ^ rows.tile_facts) & TileFacts::kExponents) == 0;
   rows.tile_facts = facts;
+  if (same) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.a[r] =
@@ -221,14 +253,22 @@ __device__ __forceinline__ void enter_tile(Rows<Config>& rows, std::uint32_t fac
 
 /// One key tile as a warpgroup sees it, and what follows it.
 struct KeyTile {
-  int begin;              // first key
-  const std::int8_t* ek;  // [128], shared; filled if the tile is not uniform
-  const std::int8_t* ev;
+  int begin;               // first key
+  int stage;               // of the ring
   std::uint32_t low;       // of the descriptor of K, V^T and the ones behind it
   std::uint32_t q_low;     // of the descriptor of Q
   std::uint32_t next_low;  // of the next tile
-  int own_turn, next_turn;
 };
+
+/// The turn: one warpgroup at a time is in its exponentials.
+template <class Config>
+__device__ __forceinline__ void take_turn(int consumer) {
+  ptx::named_barrier_sync(1 + consumer, 128 * Config::kConsumers);
+}
+template <class Config>
+__device__ __forceinline__ void pass_turn(int consumer) {
+  ptx::named_barrier_arrive(1 + (consumer + 1) % Config::kConsumers, 128 * Config::kConsumers);
+}
 
 template <class Config>
 using Layout = tile::Descriptor<Config::kSwizzle>;
@@ -266,23 +306,15 @@ __device__ __forceinline__ void issue_values(float (&t)[Config::kPartials],
   ptx::wgmma_commit_group();
 }
 
-/// What every step ends with: the next scores.
-template <class Config>
-__device__ __forceinline__ void skip_step(float (&s)[64], const KeyTile& tile) {
-  ptx::wgmma_fence();
-  issue_scores<Config>(s, tile.q_low, tile.next_low);
-  ptx::wgmma_wait_group<0>();
-  ptx::pin(s);
-}
 
 __device__ __forceinline__ bool sees(Range keys, int key) {
   return keys.begin <= key and key < keys.end;
 }
 
 /// c_it: exponent of the last key of the tile that the row sees.
-__device__ __forceinline__ Exponent last_visible_exponent(const KeyTile& tile, Range visible) {
-  const int last = min(visible.end, tile.begin + kKeyTile) - 1 - tile.begin;
-  return Exponent::stored(tile.ev[max(last, 0)]);
+__device__ __forceinline__ Exponent last_visible_exponent(const std::int8_t* ev, int begin,
+                                                          Range visible) {
+  return Exponent::stored(ev[max(min(visible.end, begin + kKeyTile) - 1 - begin, 0)]);
 }
 
 /// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row. In a tile
@@ -335,8 +367,8 @@ __device__ __forceinline__ bool sees_any(Range visible, int begin) {
 /// the maximum of the scores is the score of the maximum.
 template <class Config, bool kMasked>
 __device__ __forceinline__ void step_uniform(Rows<Config>& rows, float (&s)[64],
-                                             const KeyTile& tile) {
-  ptx::named_barrier_sync(tile.own_turn, 128 * Config::kConsumers);
+                                             const KeyTile& tile, int consumer) {
+  take_turn<Config>(consumer);
   // Columns of the tile that each row sees, counted from the thread's first.
   Range seen[2];
   if constexpr (kMasked) {
@@ -387,7 +419,7 @@ __device__ __forceinline__ void step_uniform(Rows<Config>& rows, float (&s)[64],
     tile::pack_operand(codes[g], s + 16 * g);
     issue_values<Config>(t, codes[g], tile, g);
   }
-  ptx::named_barrier_arrive(tile.next_turn, 128 * Config::kConsumers);
+  pass_turn<Config>(consumer);
   // The next scores are multiplied while T is added to O.
   issue_scores<Config>(s, tile.q_low, tile.next_low);
   ptx::wgmma_wait_group<1>();
@@ -400,16 +432,18 @@ __device__ __forceinline__ void step_uniform(Rows<Config>& rows, float (&s)[64],
     to_units(rows, t, {ev, ev}, saw);
   }
   promote(rows, t, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
-  ptx::wgmma_wait_group<0>();
-  ptx::pin(s);
 }
 
 /// Step of any tile: factors of every key in the loop, h and hs packed apart. The same bits as
 /// step_uniform for a row whose visible keys share EK and EV.
 template <class Config>
 __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
-                                             const KeyTile& tile, float score_scale) {
-  ptx::named_barrier_sync(tile.own_turn, 128 * Config::kConsumers);
+                                             const KeyTile& tile, int consumer,
+                                             const SharedStorage<Config>& shared,
+                                             float score_scale) {
+  take_turn<Config>(consumer);
+  const std::int8_t* const ek = shared.ek[tile.stage];
+  const std::int8_t* const ev = shared.ev[tile.stage];
   const int column = 2 * (threadIdx.x % 4);
   const Range visible[2] = {rows.visible(0), rows.visible(1)};
   bool saw[2];
@@ -417,7 +451,7 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     saw[r] = sees_any(visible[r], tile.begin);
-    c[r] = last_visible_exponent(tile, visible[r]);
+    c[r] = last_visible_exponent(ev, tile.begin, visible[r]);
   }
   float top[2] = {-kInfinity, -kInfinity};
 #pragma unroll
@@ -425,7 +459,7 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
     const int r = tile::fragment_half(i);
     const int k = 8 * (i >> 2) + column + (i & 1);
     if (sees(visible[r], tile.begin + k)) {
-      const float a = stages::score_factor(score_scale, rows.eq(r), Exponent::stored(tile.ek[k]));
+      const float a = stages::score_factor(score_scale, rows.eq(r), Exponent::stored(ek[k]));
       top[r] = fmaxf(top[r], stages::score<DeviceOps>(s[i], a));
     }
   }
@@ -445,7 +479,7 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
       const int k = 8 * (i >> 2) + column + (i & 1);
-      const float a = stages::score_factor(score_scale, rows.eq(r), Exponent::stored(tile.ek[k]));
+      const float a = stages::score_factor(score_scale, rows.eq(r), Exponent::stored(ek[k]));
       const float p = stages::probability<DeviceOps>(s[i], a, addend[r]);
       s[i] = sees(visible[r], tile.begin + k) ? p : 0.0f;
     }
@@ -454,9 +488,9 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
       const int k = 8 * (i >> 2) + column + (i & 1);
-      const Exponent ev = Exponent::stored(tile.ev[k]);
+      const Exponent key_ev = Exponent::stored(ev[k]);
       // Equal exponents need no factor, NaN ones included: T carries their NaN.
-      const float h = ev == c[r] ? s[i] : mul_rn(s[i], stages::factor(ev - c[r]));
+      const float h = key_ev == c[r] ? s[i] : mul_rn(s[i], stages::factor(key_ev - c[r]));
       s[i] = sees(visible[r], tile.begin + k) ? h : 0.0f;
     }
     tile::pack_operand(weighted, s + 16 * g);
@@ -476,10 +510,11 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
     ptx::pin(t);
     ptx::pin(sums);
   }
-  ptx::named_barrier_arrive(tile.next_turn, 128 * Config::kConsumers);
+  pass_turn<Config>(consumer);
   to_units(rows, t, c, saw);
   promote(rows, t, {sums[0], sums[2]}, alpha);
-  skip_step<Config>(s, tile);
+  ptx::wgmma_fence();
+  issue_scores<Config>(s, tile.q_low, tile.next_low);
 }
 
 /// O, LSE, mu and L of the thread's rows; rows of the document only are written.
@@ -521,12 +556,9 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
 
 template <class Config>
 __device__ void attend(const ForwardParams& params, SharedStorage<Config>& shared, int consumer) {
-  constexpr int kPair = 128 * Config::kConsumers;
-  const int own_turn = 1 + consumer;
-  const int next_turn = 1 + (consumer + 1) % Config::kConsumers;
   const int warp = (threadIdx.x / 32) % 4;
-  const bool leader = threadIdx.x % 32 == 0;
-  if (consumer == Config::kConsumers - 1) ptx::named_barrier_arrive(1, kPair);
+  const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
+  if (consumer == Config::kConsumers - 1) pass_turn<Config>(consumer);
 
   constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
   const std::uint32_t q_base = ptx::opaque(
@@ -542,65 +574,58 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     const int index = shared.item[q_at.stage];
     if (index < 0) break;
     const Work work = load_work(params, index);
-    const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
-    const int last_row = min(first_row + 63, d.q_len - 1);
     rows.start(params, work, first_row);
-    // Tiles of which every row of the warpgroup sees all keys, and of which any row sees any.
-    Range whole{0, 0}, some{0, 0};
-    if (first_row <= last_row) {
-      const Range first = visible_keys(params.mask, d.q_len, d.k_len, first_row);
-      const Range last = visible_keys(params.mask, d.q_len, d.k_len, last_row);
-      whole = {(last.begin + kKeyTile - 1) / kKeyTile, first.end / kKeyTile};
-      if (first.begin < last.end) {
-        some = {first.begin / kKeyTile, (last.end - 1) / kKeyTile + 1};
-      }
-    }
     const std::uint32_t q_low =
         ptx::opaque(q_base + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
-    const bool nonnegative = params.score_scale >= 0.0f;
-
     float s[64];
-    if (not work.tiles.empty()) {
+    int remaining = work.tiles.size();
+    std::uint32_t facts = 0;
+    if (remaining > 0) {
       shared.kv_ring.wait_full(kv_at);
       ptx::wgmma_fence();
       issue_scores<Config>(s, q_low, k_base + kv_at.stage * kStageStep);
+      facts = shared.facts[kv_at.stage];
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
-    for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
-      enter_tile(rows, shared.facts[kv_at.stage], params.score_scale);
-      const bool uniform = nonnegative and (rows.tile_facts & TileFacts::kNotUniform) == 0;
+    int begin = (work.tiles.end - 1) * kKeyTile;
+    for (; remaining > 0; --remaining) {
+      enter_tile(rows, facts, params.score_scale);
       KeyTile tile;
-      tile.begin = t * kKeyTile;
-      tile.ek = shared.ek[kv_at.stage];
-      tile.ev = shared.ev[kv_at.stage];
-      tile.own_turn = own_turn;
-      tile.next_turn = next_turn;
-      tile.q_low = q_low;
+      tile.begin = begin;
+      tile.stage = kv_at.stage;
       tile.low = k_base + kv_at.stage * kStageStep;
+      tile.q_low = q_low;
       // The last step multiplies a tile that is there; nobody reads the result.
       tile::RingPosition<Config::kStages> next = kv_at;
-      if (t > work.tiles.begin) {
+      if (remaining > 1) {
         next.advance();
         shared.kv_ring.wait_full(next);
+        facts = shared.facts[next.stage];
       }
       tile.next_low = k_base + next.stage * kStageStep;
 
-      if (not some.contains(t)) {
-        ptx::named_barrier_sync(own_turn, 128 * Config::kConsumers);
-        ptx::named_barrier_arrive(next_turn, 128 * Config::kConsumers);
-        skip_step<Config>(s, tile);
-      } else if (uniform and whole.contains(t)) {
-        step_uniform<Config, false>(rows, s, tile);
-      } else if (uniform) {
-        step_uniform<Config, true>(rows, s, tile);
+      const Step step = TileFacts::step(rows.tile_facts, consumer);
+      if (step == Step::kPlain) {
+        step_uniform<Config, false>(rows, s, tile, consumer);
+      } else if (step == Step::kMasked) {
+        step_uniform<Config, true>(rows, s, tile, consumer);
+      } else if (step == Step::kGeneral) {
+        step_general(rows, s, tile, consumer, shared, params.score_scale);
       } else {
-        step_general(rows, s, tile, params.score_scale);
+        take_turn<Config>(consumer);
+        pass_turn<Config>(consumer);
+        ptx::wgmma_fence();
+        issue_scores<Config>(s, tile.q_low, tile.next_low);
       }
       if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
-      kv_at.advance();
+      kv_at = next;
+      begin -= kKeyTile;
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
     }
+    if (not work.tiles.empty()) kv_at.advance();
     if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
     q_at.advance();
     // Derived again: keeping it over the loop costs registers that the loop has not got.
@@ -609,7 +634,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
           shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
   }
   // Takes the turn that the other warpgroup handed over last.
-  if (consumer == 0) ptx::named_barrier_sync(1, kPair);
+  if (consumer == 0) take_turn<Config>(consumer);
 }
 
 template <class Config>
