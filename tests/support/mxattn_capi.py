@@ -1,8 +1,8 @@
 """The C ABI of include/mxattn/mxattn.h through ctypes and numpy, for tests and benchmarks.
 
-Tensors are numpy arrays (tokens, heads, dim) of ml_dtypes.bfloat16 with any strides; those of torch
-are taken too, for devices. `Attention` holds a problem and the saved state; `attention` is the whole
-call in one function.
+Tensors are numpy arrays (tokens, heads, dim) of ml_dtypes.bfloat16 with any strides, or of torch
+for devices. `Attention` holds a problem and the saved state; `attention` is the whole call in one
+function.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def poisoned(shape, dtype) -> np.ndarray:
 
 
 def make_config(q_shape, k_shape, num_documents, *, recipe="fp8", backend="auto", causal=True,
-                window=(-1, -1), softmax_scale=None, rotate=-1, threads=0, device=None):  # fmt: skip
+                window=(-1, -1), softmax_scale=None, rotate=-1, threads=0,
+                device=None):  # fmt: skip
     """`device` is the index of a CUDA device, None the CPU."""
     config = ProblemConfig()
     lib.mxattn_problem_config_init(c.byref(config))
