@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -29,17 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 
 import mxattn_capi as m  # noqa: E402
 import numpy as np  # noqa: E402
+from rows import PIECES, make_row, write_json  # noqa: E402
 
 HEADS, DIM = 8, 128
 WORKLOADS = {"1x4096": [4096], "4x1024": [1024] * 4}
 RECIPES = ("fp8", "mxfp8", "mxfp8_token", "bf16")
 PEERS = ("torch_bf16", "torch_fp32")
-PIECES = ("quantise", "forward", "backward", "call")
 
 
-def flops(lengths: list[int], piece: str) -> float:
-    forward = sum(4 * s * s * DIM * HEADS / 2 for s in lengths)
-    return forward * {"quantise": 0, "forward": 1, "backward": 2.5, "call": 3.5}[piece]
+def forward_flops(lengths: list[int]) -> float:
+    return sum(4 * s * s * DIM * HEADS / 2 for s in lengths)
 
 
 def timed(function) -> tuple[float, object]:
@@ -183,22 +180,11 @@ def measure(name: str, lengths: list[int], repeats: int, threads: int) -> list[d
                 for piece, ms in pieces.items():
                     times.setdefault((impl, piece), []).append(ms)
     print(file=sys.stderr)
-    rows = []
-    for (impl, piece), samples in times.items():
-        ms = statistics.median(samples)
-        rows.append(
-            {
-                "workload": name,
-                "piece": piece,
-                "impl": impl,
-                "ms": round(ms, 3),
-                "ms_min": round(min(samples), 3),
-                "ms_max": round(max(samples), 3),
-                "tflops": round(flops(lengths, piece) / ms / 1e9, 4),
-                "bits_equal_runs": equal[impl],
-            }
-        )
-    return rows
+    work = forward_flops(lengths)
+    return [
+        make_row(name, piece, impl, samples, work, equal[impl])
+        for (impl, piece), samples in times.items()
+    ]
 
 
 def print_table(rows: list[dict], memory: list[dict]) -> None:
@@ -265,11 +251,7 @@ def main() -> int:
         rows += measure(name, lengths, repeats, options.threads)
     print_table(rows, memory)
     if options.json:
-        text = json.dumps({"machine": machine, "rows": rows, "memory": memory}, indent=1)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n")
+        write_json(options.json, {"machine": machine, "rows": rows, "memory": memory})
     return 0
 
 
