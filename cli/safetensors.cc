@@ -8,6 +8,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <stdexcept>
@@ -40,7 +41,12 @@ std::vector<std::byte> read_file(const std::filesystem::path& path) {
   if (not file) throw std::runtime_error(fmt::format("{}: cannot be opened", path.string()));
   const std::streamoff size = file.tellg();
   if (size < 0) throw std::runtime_error(fmt::format("{}: not a regular file", path.string()));
-  std::vector<std::byte> bytes(static_cast<std::size_t>(size));
+  std::vector<std::byte> bytes;
+  try {
+    bytes.resize(static_cast<std::size_t>(size));
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error(fmt::format("{}: {} bytes: out of memory", path.string(), size));
+  }
   file.seekg(0);
   file.read(reinterpret_cast<char*>(bytes.data()), size);
   if (not file) throw std::runtime_error(fmt::format("{}: cannot be read", path.string()));
@@ -161,7 +167,9 @@ SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : bytes_(rea
     tensor = "tensors";
     check_overlaps(tensors_);
   } catch (const std::exception& error) {
-    throw std::runtime_error(fmt::format("{}: {}: {}", path.string(), tensor, error.what()));
+    // The parser quotes what it was reading, as long as that may be.
+    throw std::runtime_error(
+        fmt::format("{}: {:.200}: {:.400}", path.string(), tensor, error.what()));
   }
 }
 

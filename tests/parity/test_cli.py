@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
 import subprocess
 from pathlib import Path
@@ -248,6 +249,14 @@ def test_a_header_that_is_no_object_is_refused(tmp_path, text):
     assert "header: a JSON" in mxattn("run", "--capture", str(path), status=2).stderr
 
 
+def test_messages_stay_short_whatever_a_header_holds(tmp_path):
+    text = b'{"' + b"a" * 100000
+    path = tmp_path / "long.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    done = mxattn("run", "--capture", str(path), status=2)
+    assert "header: " in done.stderr and len(done.stderr) < len(str(path)) + 1000
+
+
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
     raw = file_bytes(capture())
     length = struct.unpack("<Q", raw[:8])[0]
@@ -274,6 +283,21 @@ def test_sizes_beyond_32_bits_are_refused(tmp_path):
 def test_a_folder_is_no_capture(tmp_path):
     done = mxattn("run", "--capture", str(tmp_path), status=2)
     assert f"{tmp_path}: a folder" in done.stderr
+
+
+def test_a_file_beyond_memory_is_named(tmp_path):
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.truncate(16 << 30)  # takes no space
+    done = subprocess.run(
+        [MXATTN, "run", "--capture", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)),
+    )
+    assert done.returncode == 2
+    assert f"{path}: {16 << 30} bytes: out of memory" in done.stderr
 
 
 def test_a_file_name_may_hold_any_byte(tmp_path):
