@@ -169,6 +169,7 @@ class Measured:
     def repeat(self, count: int) -> tuple[dict[str, list[float]], bool]:
         samples: dict[str, list[float]] = {}
         equal = True
+        self.case.measure(self.timer)  # the device was idle
         for _ in range(count):
             for piece, ms in self.case.measure(self.timer).items():
                 samples.setdefault(piece, []).append(ms)
