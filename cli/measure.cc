@@ -23,10 +23,20 @@ double flops(const Capture& capture, const Layer& layer) {
 /// The recipes that run, in the order of the registry or of the command line.
 std::vector<std::string> choose_recipes(const Capture& capture, const MeasureOptions& options,
                                         std::vector<std::string>& notes) {
-  const Layer& layer = capture.layers.front();
+  // Of every layer, before the first is measured. What the first one has nothing against is a
+  // matter of the layer, not of the options.
   const auto can_run = [&](const std::string& recipe) {
-    return mxattn::can_run(
-        Attention::config(capture, layer, recipe, options.backend, options.threads));
+    mxattn::CanRun answer;
+    for (const Layer& layer : capture.layers) {
+      answer = mxattn::can_run(
+          Attention::config(capture, layer, recipe, options.backend, options.threads));
+      if (answer) continue;
+      if (&layer != &capture.layers.front()) {
+        answer.reason = fmt::format("{}: {}", layer.name, answer.reason);
+      }
+      break;
+    }
+    return answer;
   };
   if (not options.recipes.empty()) {
     std::vector<std::string> recipes;

@@ -189,6 +189,18 @@ def test_bad_tensors_are_named(tmp_path, change, message):
     assert f"{path}: " in done.stderr and message in done.stderr and done.stdout == ""
 
 
+def test_a_later_layer_that_cannot_run_is_named_at_once(tmp_path):
+    tensors = capture()
+    for part in PARTS:
+        heads = 3 if part in ("q", "do") else 2
+        tensors[f"b.{part}"] = ("BF16", np.zeros((53, heads, 32), np.uint16))
+    path = tmp_path / "two.safetensors"
+    path.write_bytes(file_bytes(tensors))
+    message = "b: heads_q = 3: expected a multiple of heads_k = 2"
+    assert message in mxattn("run", "--capture", str(path), status=2).stderr
+    assert message in mxattn("run", "--capture", str(path), "--recipe", "fp8", status=2).stderr
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
