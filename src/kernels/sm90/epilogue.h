@@ -110,11 +110,10 @@ struct Sums {
   float4* global;    // of thread 0
   float4* staging;   // shared, kBytes, of the warpgroup
   int barrier;       // a named barrier of the warpgroup
-  bool started = false;
 
   /// sum += 2^e partial, or sum = 2^e partial the first time. scale: of both row halves.
   __device__ __forceinline__ void promote(const float (&partial)[kRegisters],
-                                          const float (&scale)[2]) {
+                                          const float (&scale)[2], bool started) const {
     const int thread = threadIdx.x % 128;
     if (thread == 0) ptx::bulk_wait_group<0>();
     ptx::named_barrier_sync(barrier, 128);
@@ -136,7 +135,6 @@ struct Sums {
       }
       ptx::bulk_commit_group();
     }
-    started = true;
   }
 
   /// Makes earlier promotions readable by the whole warpgroup, and the staging memory free.
@@ -147,8 +145,8 @@ struct Sums {
   }
 
   /// partial = (sum or 0) + 2^e partial: the end of an item, after settle().
-  __device__ __forceinline__ void finish(float (&partial)[kRegisters],
-                                         const float (&scale)[2]) const {
+  __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],
+                                         bool started) const {
     const float4* sums = global + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kRegisters; i += 4) {

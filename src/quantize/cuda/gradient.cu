@@ -1,5 +1,6 @@
 // Preparation of the backward: g = dO / L to codes, its norms and those of O, and D.
 #include "base/cuda_check.h"
+#include "base/division.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
 
@@ -47,6 +48,22 @@ __device__ __forceinline__ void stage_output(const TensorView<const std::uint16_
       }
     }
     *tile.unit(group_slot + row, unit) = raw.word;
+  }
+}
+
+/// x / divisor, IEEE division. A divisor is a row sum L > 1/2, or NaN.
+__device__ __forceinline__ void divide(float (&x)[kLaneChannels], float divisor) {
+  float largest = 0;
+#pragma unroll
+  for (int c = 0; c < kLaneChannels; ++c) largest = fmaxf(largest, fabsf(x[c]));
+  // Gradients that Divisor cannot take are rarer than rare; NaN goes either way.
+  if (largest < pow2(Divisor::kLimit - 1) and divisor < pow2(Divisor::kLimit)) {
+    const Divisor by(divisor);
+#pragma unroll
+    for (int c = 0; c < kLaneChannels; ++c) x[c] = by.divide(x[c]);
+  } else {
+#pragma unroll
+    for (int c = 0; c < kLaneChannels; ++c) x[c] = div_rn(x[c], divisor);
   }
 }
 
@@ -114,10 +131,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       // A row that sees no key is a zero token, whatever its dO holds.
       const bool seeing = token and args.lse[stat] != -kInfinity;
       const float sum = seeing ? args.row_sum[stat] : 1.0f;
+      divide(values[pass], sum);
 #pragma unroll
-      for (int c = 0; c < kLaneChannels; ++c) {
-        values[pass][c] = seeing ? div_rn(values[pass][c], sum) : 0.0f;
-      }
+      for (int c = 0; c < kLaneChannels; ++c) values[pass][c] = seeing ? values[pass][c] : 0.0f;
     }
     token_exponents(rule, values, exponents);
     encode_rows(values, exponents, warp * kWarpSlots, args.g.codes + row * kDim, shared.codes);

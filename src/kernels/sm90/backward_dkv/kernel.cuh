@@ -15,9 +15,9 @@
 
 #include "kernels/sm90/backward.h"
 #include "kernels/sm90/device_ops.h"
-#include "kernels/sm90/document.h"
 #include "kernels/sm90/epilogue.h"
 #include "kernels/sm90/registers.h"
+#include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
 #include "ptx/wgmma.h"
@@ -88,8 +88,9 @@ struct alignas(1024) SharedStorage {
     StepFacts facts;
   } stats[kStatsStages];
   KeyFacts keys[kKeyTile];  // written and read by the quad of the key
-  int item;  // index into the list, -1 at its end
-  tile::RingBarriers<1> item_ring;
+  Work work[2];  // the item at hand and the next
+  tile::RingBarriers<2> work_ring;
+  tile::RingBarriers<1> key_ring;  // K and V
   tile::RingBarriers<Config::kStages> operand_ring;
   tile::RingBarriers<kStatsStages> stats_ring;
 };
@@ -101,60 +102,38 @@ __device__ __forceinline__ std::int32_t value_of(Exponent e) { return e.nan ? cu
 
 inline constexpr int kNoExponent = -1000;  // no byte
 
-/// What an item is about; every role derives it alike.
-struct Work {
-  plan::WorkItem item;  // head: the key head
-  Document document;
-  Range steps;  // 64-query steps that any key of the item is seen from
-};
-
-__device__ __forceinline__ Work load_work(const BackwardParams& params, int index) {
-  Work work;
-  const int4 raw = reinterpret_cast<const int4*>(params.items)[index];
-  work.item = {raw.x, raw.y, raw.z, raw.w};
-  work.document = load_document(params.cu_seqlens_q, params.cu_seqlens_k, raw.x);
-  const Document& d = work.document;
-  const int last = work.item.first + work.item.count - 1;
-  const int begin = visible_queries(params.mask, d.q_len, d.k_len, work.item.first).begin;
-  const int end = visible_queries(params.mask, d.q_len, d.k_len, last).end;
-  work.steps = begin < end ? Range{begin / kQueryStep, (end - 1) / kQueryStep + 1} : Range{0, 0};
-  return work;
-}
-
 // ---- producers --------------------------------------------------------------------------------
 
 /// Warp 0, one thread: items, K and V, and the operands of every block.
 __device__ void load(const BackwardParams& params, SharedStorage& shared) {
-  tile::RingPosition<1> item_at;
+  tile::RingPosition<2> work_at;
+  tile::RingPosition<1> key_at;
   tile::RingPosition<Config::kStages> at;
-  const int num_items = *params.num_items;
   while (true) {
-    int index = atomicAdd(params.next_item, 1);
-    if (index >= num_items) index = -1;
-    shared.item_ring.wait_empty(item_at);
-    shared.item = index;
-    const std::uint32_t item_full = shared.item_ring.full_at(0);
-    if (index < 0) {
-      ptx::mbarrier_arrive(item_full);
-      return;
-    }
-    const Work work = load_work(params, index);
+    const Work work = take_work<true>(params);
+    shared.work_ring.wait_empty(work_at);
+    shared.work[work_at.stage] = work;
+    ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
+    work_at.advance();
+    if (work.last) return;
     const Document& d = work.document;
     const int key_slot = static_cast<int>(d.k_slot) + work.item.first;
-    ptx::mbarrier_arrive_expect(item_full, sizeof(shared.k) + sizeof(shared.v));
+    shared.key_ring.wait_empty(key_at);
+    const std::uint32_t key_full = shared.key_ring.full_at(0);
+    ptx::mbarrier_arrive_expect(key_full, sizeof(shared.k) + sizeof(shared.v));
     ptx::copy_tensor_3d(ptx::shared_address(shared.k), &params.k, 0, key_slot, work.item.head,
-                        item_full);
+                        key_full);
     ptx::copy_tensor_3d(ptx::shared_address(shared.v), &params.v, 0, key_slot, work.item.head,
-                        item_full);
-    item_at.advance();
+                        key_full);
+    key_at.advance();
 
-    const int num_steps = work.steps.size();
+    const int num_steps = work.visits.size();
     const int total = num_steps * params.queries_per_key_head;
     const auto head_of = [&](int i) {
       return work.item.head * params.queries_per_key_head + i / num_steps;
     };
     const auto slot_of = [&](int i) {
-      return static_cast<int>(d.q_slot) + (work.steps.begin + i % num_steps) * kQueryStep;
+      return static_cast<int>(d.q_slot) + (work.visits.begin + i % num_steps) * kQueryStep;
     };
     for (int i = -1; i < total; ++i) {
       if (total == 0) break;
@@ -185,21 +164,20 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
 
 /// Warps 1 to 3: what every query of a step adds to the phase. `turn` is 0 to 2.
 __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, int turn) {
-  tile::RingPosition<1> item_at;
+  tile::RingPosition<2> work_at;
   int ahead = turn;  // steps until this warp's next one
   tile::RingPosition<kStatsStages> at;
   for (int n = 0; n < turn; ++n) at.advance();
   const int lane = threadIdx.x % 32;
   while (true) {
-    shared.item_ring.wait_full(item_at);
-    const int index = shared.item;
+    shared.work_ring.wait_full(work_at);
+    const Work work = shared.work[work_at.stage];
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.item_ring.empty_at(0));
-    item_at.advance();
-    if (index < 0) return;
-    const Work work = load_work(params, index);
+    if (lane == 0) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
+    work_at.advance();
+    if (work.last) return;
     const Document& d = work.document;
-    const int num_steps = work.steps.size();
+    const int num_steps = work.visits.size();
     const int total = num_steps * params.queries_per_key_head;
 
     // nV_T, the largest norm exponent of the tile's keys. 127 (NaN) is the largest byte.
@@ -213,7 +191,7 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
     int i = ahead;
     for (; i < total; i += kStatsWarps) {
       const int head = work.item.head * params.queries_per_key_head + i / num_steps;
-      const int s = work.steps.begin + i % num_steps;
+      const int s = work.visits.begin + i % num_steps;
       const std::int64_t slots = head * params.q_slots + d.q_slot;
       const std::int64_t tokens = head * params.total_q + d.q_token;
       const int tile_start = s * kQueryStep / stages::kQueryTile * stages::kQueryTile;
@@ -378,24 +356,28 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
   const int thread = threadIdx.x % 128;
   const bool leader = threadIdx.x % 32 == 0;
   const int warp = thread / 32;
-  tile::RingPosition<1> item_at;
+  tile::RingPosition<2> work_at;
+  tile::RingPosition<1> key_at;
   tile::RingPosition<Config::kStages> at;
   tile::RingPosition<kStatsStages> stats_at;
-  float4* const workspace = params.sums + blockIdx.x * Config::kSumsPerCta +
-                            consumer * (Config::kSumsPerCta / Config::kConsumers);
-  using AccumulatorSums = Sums<Config::kDim / 2>;
+  // Made where they are used: they would cost registers in the loop.
+  const auto sums = [&](bool of_dk) {
+    constexpr int kFloat4s = 64 * Config::kDim / 4;
+    return Sums<Config::kDim / 2>{
+        params.sums + blockIdx.x * Config::kSumsPerCta + (2 * consumer + of_dk) * kFloat4s,
+        shared.staging[consumer], 1 + consumer};
+  };
   const std::uint32_t k_tile = ptx::shared_address(shared.k) + consumer * 64 * Config::kDim;
   const std::uint32_t v_tile = ptx::shared_address(shared.v) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kQueryStep>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
   while (true) {
-    shared.item_ring.wait_full(item_at);
-    const int index = shared.item;
-    if (index < 0) return;
-    const Work work = load_work(params, index);
+    shared.work_ring.wait_full(work_at);
+    const Work& work = shared.work[work_at.stage];
+    if (work.last) return;
     const Document& d = work.document;
-    const int total = work.steps.size() * params.queries_per_key_head;
+    const int total = work.visits.size() * params.queries_per_key_head;
     const int first_key = work.item.first + 64 * consumer;
     const int last_key = min(first_key + 63, d.k_len - 1);
 
@@ -417,9 +399,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
 
     float dv[64], dk[64], s[32], dp[32];
     int keep_dv = 0, keep_dk = 0;
-    AccumulatorSums dv_sums{workspace, shared.staging[consumer], 1 + consumer};
-    AccumulatorSums dk_sums{workspace + 64 * Config::kDim / 4, shared.staging[consumer],
-                            1 + consumer};
+    bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
     int c_now = 0, r_now = 0, eq_now = kNoExponent;
     float a[2] = {0, 0}, f[2] = {0, 0};
@@ -450,6 +430,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     StepPairs pairs;
     StepFacts facts;
     bool ready = false;
+    // K and V go back before the last step, which needs no further scores.
+    const auto release_keys = [&] {
+      if (leader) ptx::mbarrier_arrive(shared.key_ring.empty_at(0));
+    };
+    shared.key_ring.wait_full(key_at);
+    key_at.advance();
     if (total > 0) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
@@ -463,9 +449,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
     }
-    int step = work.steps.begin;
+    if (total <= 1) release_keys();
+    int step = work.visits.begin;
     for (int i = 0; i < total; ++i) {
-      const bool head_begins = step == work.steps.begin;
+      const bool head_begins = step == work.visits.begin;
       // Rarely: a promotion is due, or a scale changes.
       const bool promotion_step = step % 8 == 7 or head_begins;
       if (promotion_step or facts.c != c_now or facts.r != r_now or facts.eq != eq_now) {
@@ -474,7 +461,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         const bool head_ends = head_begins and i > 0;
         if (keep_dv and (head_ends or stages::promotes_dv(step, consumer))) {
           const float scale = stages::output_factor(c_old);
-          dv_sums.promote(dv, {scale, scale});
+          sums(false).promote(dv, {scale, scale}, dv_started);
+          dv_started = true;
           keep_dv = 0;
         } else if (keep_dv and facts.c != c_now) {
           const float change = stages::factor(c_old - c);
@@ -485,7 +473,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         }
         if (keep_dk and (head_ends or stages::promotes_dk(step, consumer))) {
           const float scale = stages::factor(r_old);
-          dk_sums.promote(dk, {scale, scale});
+          sums(true).promote(dk, {scale, scale}, dk_started);
+          dk_started = true;
           keep_dk = 0;
         } else if (keep_dk and facts.r != r_now) {
           const float change = stages::factor(r_old - r);
@@ -532,7 +521,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       Gradients::rs(dk, codes.ds[0], qt, keep_dk);
       Gradients::add_rs(dk, codes.ds[1], qt + tile::kDescriptorStepK32);
       ptx::wgmma_commit_group();
-      // The last block multiplies what an earlier step left in the rows: finite, and never read.
+      // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
       // In the shadow of the block.
       __syncwarp();
@@ -545,7 +534,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       }
       const int stage_done = at.stage;
       at.advance();
-      if (++step == work.steps.end) step = work.steps.begin;
+      if (++step == work.visits.end) step = work.visits.begin;
       // A first look at whether the next block's operands have arrived.
       ready = i + 1 == total or ptx::mbarrier_try_wait(shared.operand_ring.full_at(at.stage),
                                                        at.parity);
@@ -556,28 +545,25 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::pin(dk);
       keep_dv = keep_dk = 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(stage_done));
+      if (i + 2 == total) release_keys();
     }
-    // K and V are free, and so is the item's index.
-    __syncwarp();
-    if (leader) ptx::mbarrier_arrive(shared.item_ring.empty_at(0));
-    item_at.advance();
-
-    const Work finished = load_work(params, index);
-    const int row = finished.item.first + 64 * consumer + 16 * warp;
+    const int row = work.item.first + 64 * consumer + 16 * warp;
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
-    dv_sums.settle();
+    sums(false).settle();
     const float c_scale = keep_dv ? stages::output_factor(exponent_of(c_now)) : 0.0f;
     const float r_scale = keep_dk ? stages::factor(exponent_of(r_now)) : 0.0f;
-    dv_sums.finish(dv, {c_scale, c_scale});
-    store_warp_rows<Config::kDim>(dv, staging, params.dv, finished.item.head,
-                                  finished.document.k_token, row, finished.document.k_len);
-    dk_sums.finish(dk, {r_scale, r_scale});
+    sums(false).finish(dv, {c_scale, c_scale}, dv_started);
+    store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head,
+                                  work.document.k_token, row, work.document.k_len);
+    sums(true).finish(dk, {r_scale, r_scale}, dk_started);
     finish_rotated(dk, params.softmax_scale, params.rotate);
-    store_warp_rows<Config::kDim>(dk, staging, params.dk, finished.item.head,
-                                  finished.document.k_token, row, finished.document.k_len);
-    // The next item's promotions write the staging memory through another barrier.
+    store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head,
+                                  work.document.k_token, row, work.document.k_len);
+    // The next item's promotions write the staging memory of all warps.
     ptx::named_barrier_sync(1 + consumer, 128);
+    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
+    work_at.advance();
   }
 }
 
@@ -586,8 +572,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage*>(raw);
   if (threadIdx.x == 0) {
-    // Item: the consumers' and the statistics' warps hand it back.
-    shared.item_ring.initialise(4 * Config::kConsumers + kStatsWarps);
+    shared.work_ring.initialise(4 * Config::kConsumers + kStatsWarps);
+    shared.key_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
     shared.stats_ring.initialise(4 * Config::kConsumers);
     ptx::fence_mbarrier_init();

@@ -12,9 +12,9 @@
 
 #include "kernels/sm90/backward.h"
 #include "kernels/sm90/device_ops.h"
-#include "kernels/sm90/document.h"
 #include "kernels/sm90/epilogue.h"
 #include "kernels/sm90/registers.h"
+#include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
 #include "ptx/wgmma.h"
@@ -65,64 +65,42 @@ struct alignas(1024) SharedStorage {
   // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its own 16.
   float4 staging[Config::kConsumers][64 * Config::kDim / 4];
   RowFacts rows[Config::kRows];  // written and read by the quad of the row
-  int item;
-  tile::RingBarriers<1> item_ring;
+  Work work[2];  // the item at hand and the next
+  tile::RingBarriers<2> work_ring;
+  tile::RingBarriers<1> query_ring;  // Q and G
   tile::RingBarriers<Config::kStages> operand_ring;
   tile::RingBarriers<kExponentStages> exponent_ring;
 };
 
-struct Work {
-  plan::WorkItem item;
-  Document document;
-  int key_head;
-  Range tiles;  // key tiles that any row of the item sees
-};
-
-__device__ __forceinline__ Work load_work(const BackwardParams& params, int index) {
-  Work work;
-  const int4 raw = reinterpret_cast<const int4*>(params.items)[index];
-  work.item = {raw.x, raw.y, raw.z, raw.w};
-  work.document = load_document(params.cu_seqlens_q, params.cu_seqlens_k, raw.x);
-  work.key_head = raw.y / params.queries_per_key_head;
-  const Document& d = work.document;
-  const int last = work.item.first + work.item.count - 1;
-  const int begin = visible_keys(params.mask, d.q_len, d.k_len, work.item.first).begin;
-  const int end = visible_keys(params.mask, d.q_len, d.k_len, last).end;
-  work.tiles = begin < end ? Range{begin / kKeyTile, (end - 1) / kKeyTile + 1} : Range{0, 0};
-  return work;
-}
-
 // ---- producer ---------------------------------------------------------------------------------
 
 __device__ void load(const BackwardParams& params, SharedStorage& shared) {
-  tile::RingPosition<1> item_at;
+  tile::RingPosition<2> work_at;
+  tile::RingPosition<1> query_at;
   tile::RingPosition<Config::kStages> at;
   tile::RingPosition<kExponentStages> exponents_at;
-  const int num_items = *params.num_items;
   while (true) {
-    int index = atomicAdd(params.next_item, 1);
-    if (index >= num_items) index = -1;
-    shared.item_ring.wait_empty(item_at);
-    shared.item = index;
-    const std::uint32_t item_full = shared.item_ring.full_at(0);
-    if (index < 0) {
-      ptx::mbarrier_arrive(item_full);
-      return;
-    }
-    const Work work = load_work(params, index);
+    const Work work = take_work<false>(params);
+    shared.work_ring.wait_empty(work_at);
+    shared.work[work_at.stage] = work;
+    ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
+    work_at.advance();
+    if (work.last) return;
     const Document& d = work.document;
     const int query_slot = static_cast<int>(d.q_slot) + work.item.first;
-    ptx::mbarrier_arrive_expect(item_full, sizeof(shared.q) + sizeof(shared.g));
+    shared.query_ring.wait_empty(query_at);
+    const std::uint32_t query_full = shared.query_ring.full_at(0);
+    ptx::mbarrier_arrive_expect(query_full, sizeof(shared.q) + sizeof(shared.g));
     ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
-                        item_full);
+                        query_full);
     ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
-                        item_full);
-    item_at.advance();
-    if (work.tiles.empty()) continue;
+                        query_full);
+    query_at.advance();
+    if (work.visits.empty()) continue;
 
-    for (int t = work.tiles.begin - 1; t < work.tiles.end; ++t) {
-      const bool rows = t + 1 < work.tiles.end;
-      const bool transposes = t >= work.tiles.begin;
+    for (int t = work.visits.begin - 1; t < work.visits.end; ++t) {
+      const bool rows = t + 1 < work.visits.end;
+      const bool transposes = t >= work.visits.begin;
       const int slot = static_cast<int>(d.k_slot) + t * kKeyTile;
       if (rows) {
         shared.exponent_ring.wait_empty(exponents_at);
@@ -288,22 +266,26 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
   const int thread = threadIdx.x % 128;
   const bool leader = threadIdx.x % 32 == 0;
   const int warp = thread / 32;
-  tile::RingPosition<1> item_at;
+  tile::RingPosition<2> work_at;
+  tile::RingPosition<1> query_at;
   tile::RingPosition<Config::kStages> at;
   tile::RingPosition<kExponentStages> exponents_at;
-  using AccumulatorSums = Sums<Config::kDim / 2>;
-  float4* const workspace = params.sums + (blockIdx.x * Config::kConsumers + consumer) *
-                                              (64 * Config::kDim / 4);
+  // Made where it is used: it would cost registers in the loop.
+  const auto sums = [&] {
+    constexpr int kFloat4s = 64 * Config::kDim / 4;
+    return Sums<Config::kDim / 2>{
+        params.sums + (blockIdx.x * Config::kConsumers + consumer) * kFloat4s,
+        shared.staging[consumer], 1 + consumer};
+  };
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
   const std::uint32_t g_tile = ptx::shared_address(shared.g) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
   while (true) {
-    shared.item_ring.wait_full(item_at);
-    const int index = shared.item;
-    if (index < 0) return;
-    const Work work = load_work(params, index);
+    shared.work_ring.wait_full(work_at);
+    const Work& work = shared.work[work_at.stage];
+    if (work.last) return;
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
     const int last_row = first_row + 63;
@@ -327,14 +309,14 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       }
       rows[8 * h] = facts;
     }
-    const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
-    const int last_tile = (d.k_len - 1) / kKeyTile;
-    const int last_of_all = (d.k_len - 1) % kKeyTile;
-    // Keys that every row of the warpgroup sees.
-    Range all{0, 0};
+    const int k_len = d.k_len;
+    const int tiles_end = work.visits.end;
+    // Tiles of which every row of the warpgroup sees all keys.
+    Range whole{0, 0};
     if (last_row < d.q_len) {
-      all = {visible_keys(params.mask, d.q_len, d.k_len, last_row).begin,
-             visible_keys(params.mask, d.q_len, d.k_len, first_row).end};
+      whole = {(visible_keys(params.mask, d.q_len, d.k_len, last_row).begin + kKeyTile - 1) /
+                   kKeyTile,
+               visible_keys(params.mask, d.q_len, d.k_len, first_row).end / kKeyTile};
     }
 
     float dq[64], s[64], dp[64];
@@ -343,7 +325,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     int ek_now = kNoExponent, ev_now = kNoExponent;  // of the factors
     int keep = 0;
     bool ready = false;
-    AccumulatorSums sums{workspace, shared.staging[consumer], 1 + consumer};
+    bool started = false;
 #pragma unroll
     for (int i = 0; i < 64; ++i) dq[i] = 0.0f;
 
@@ -371,26 +353,34 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const auto load_facts = [&](int t) {
       shared.exponent_ring.wait_full(exponents_at);
       facts.load(shared.ek[exponents_at.stage], shared.ev[exponents_at.stage],
-                 t == last_tile ? last_of_all : kKeyTile - 1);
+                 min(k_len - t * kKeyTile, kKeyTile) - 1);
     };
-    if (not work.tiles.empty()) {
+    // Q and G go back before the last tile, which needs no further scores.
+    const auto release_queries = [&] {
+      if (leader) ptx::mbarrier_arrive(shared.query_ring.empty_at(0));
+    };
+    shared.query_ring.wait_full(query_at);
+    query_at.advance();
+    if (not work.visits.empty()) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
-      load_facts(work.tiles.begin);
+      load_facts(work.visits.begin);
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
     }
-    for (int t = work.tiles.begin; t < work.tiles.end; ++t) {
+    if (work.visits.size() <= 1) release_queries();
+    for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
       const int chunk = stages::chunk_of(first_key);
-      const bool chunk_begins = t == work.tiles.begin or first_key == stages::chunk_begin(chunk);
+      const bool chunk_begins = t == work.visits.begin or first_key == stages::chunk_begin(chunk);
       if (chunk_begins or t % 8 == 7 or facts.ek != ek_now or facts.ev != ev_now) {
         if (chunk_begins) {
+          const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
           // NOTE: the quad of a row shares its facts: all read before one writes.
           const std::int32_t before[2] = {rows[0].r, rows[8].r};
           const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk),
@@ -408,8 +398,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           }
         }
         if (keep and stages::promotes_dq(t, consumer)) {
-          sums.promote(dq,
-                       {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))});
+          sums().promote(dq,
+                         {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))},
+                         started);
+          started = true;
           keep = 0;
         }
         ek_now = facts.ek;
@@ -422,7 +414,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         }
       }
 
-      const bool every = all.begin <= first_key and first_key + kKeyTile <= all.end;
+      const bool every = whole.contains(t);
       Codes codes;
       if (facts.uniform and every) {
         phase_uniform<false>(s, dp, factors, rows, first_key, codes);
@@ -444,7 +436,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         Gradients::add_rs(dq, codes[k], kt + k * tile::kDescriptorStepK32);
       }
       ptx::wgmma_commit_group();
-      // The last block multiplies what an earlier tile left in the rows: finite, and never read.
+      // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
       // In the shadow of the block.
       __syncwarp();
@@ -453,7 +445,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       const int stage_done = at.stage;
       at.advance();
       ready = true;
-      if (t + 1 < work.tiles.end) {
+      if (t + 1 < tiles_end) {
         load_facts(t + 1);
         // A first look at whether the next block's operands have arrived.
         ready = ptx::mbarrier_try_wait(shared.operand_ring.full_at(at.stage), at.parity);
@@ -464,24 +456,22 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::pin(dq);
       keep = 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(stage_done));
+      if (t + 2 == tiles_end) release_queries();
     }
-    __syncwarp();
-    if (leader) ptx::mbarrier_arrive(shared.item_ring.empty_at(0));
-    item_at.advance();
-
-    const Work finished = load_work(params, index);
     const float scale[2] = {keep ? stages::factor(scale_of(rows[0])) : 0.0f,
                             keep ? stages::factor(scale_of(rows[8])) : 0.0f};
-    sums.settle();
-    sums.finish(dq, scale);
+    sums().settle();
+    sums().finish(dq, scale, started);
     finish_rotated(dq, params.softmax_scale, params.rotate);
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
-    store_warp_rows<Config::kDim>(dq, staging, params.dq, finished.item.head, finished.document.q_token,
-                                  finished.item.first + 64 * consumer + 16 * warp,
-                                  finished.document.q_len);
-    // The next item's promotions write the staging memory through another barrier.
+    store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
+                                  work.item.first + 64 * consumer + 16 * warp,
+                                  work.document.q_len);
+    // The next item's promotions write the staging memory of all warps.
     ptx::named_barrier_sync(1 + consumer, 128);
+    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
+    work_at.advance();
   }
 }
 
@@ -490,7 +480,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage*>(raw);
   if (threadIdx.x == 0) {
-    shared.item_ring.initialise(4 * Config::kConsumers);
+    shared.work_ring.initialise(4 * Config::kConsumers);
+    shared.query_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
     shared.exponent_ring.initialise(4 * Config::kConsumers);
     ptx::fence_mbarrier_init();

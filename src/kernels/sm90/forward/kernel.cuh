@@ -14,10 +14,11 @@
 // No wgmma is in flight across a branch.
 #pragma once
 
+#include "base/division.h"
 #include "kernels/sm90/device_ops.h"
-#include "kernels/sm90/document.h"
 #include "kernels/sm90/epilogue.h"
 #include "kernels/sm90/forward/config.h"
+#include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
 #include "ptx/math.h"
@@ -57,33 +58,11 @@ struct alignas(1024) SharedStorage {
   alignas(16) std::int8_t ek[Config::kStages][kKeyTile];  // of tiles that are not uniform
   alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
   RowFacts rows[Config::kRows];  // written and read by the quad of the row
-  int item[2];                   // beside each q: index into the list, -1 at its end
+  Work work[2];                  // beside each q, and EQ of its rows
+  alignas(16) std::int8_t eq[2][Config::kRows];
   tile::RingBarriers<2> q_ring;
   tile::RingBarriers<Config::kStages> kv_ring;
 };
-
-/// What an item is about; every role derives it alike.
-struct Work {
-  plan::WorkItem item;
-  Document document;
-  int key_head;
-  Range tiles;  // key tiles that any row of the item sees
-};
-
-__device__ __forceinline__ Work load_work(const ForwardParams& params, int index) {
-  Work work;
-  const int4 raw = reinterpret_cast<const int4*>(params.items)[index];
-  work.item = {raw.x, raw.y, raw.z, raw.w};
-  work.document = load_document(params.cu_seqlens_q, params.cu_seqlens_k, raw.x);
-  work.key_head = raw.y / params.queries_per_key_head;
-  const Document& d = work.document;
-  const int last = work.item.first + work.item.count - 1;
-  // The mask is a band: its ends never decrease with the row.
-  const int begin = visible_keys(params.mask, d.q_len, d.k_len, work.item.first).begin;
-  const int end = visible_keys(params.mask, d.q_len, d.k_len, last).end;
-  work.tiles = begin < end ? Range{begin / kKeyTile, (end - 1) / kKeyTile + 1} : Range{0, 0};
-  return work;
-}
 
 /// Key tiles of an item as the 64 rows of a warpgroup see them.
 struct TileScope {
@@ -136,31 +115,35 @@ template <class Config>
 __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared) {
   tile::RingPosition<2> q_at;
   tile::RingPosition<Config::kStages> kv_at;
-  const int num_items = *params.num_items;
   while (true) {
-    int index = atomicAdd(params.next_item, 1);
-    if (index >= num_items) index = -1;
-
-    // The queries, and which item they belong to.
+    // The queries, and what their item is about.
+    const Work work = take_work<false>(params);
     shared.q_ring.wait_empty(q_at);
-    shared.item[q_at.stage] = index;
+    shared.work[q_at.stage] = work;
     const std::uint32_t q_full = shared.q_ring.full_at(q_at.stage);
-    if (index < 0) {
+    if (work.last) {
       ptx::mbarrier_arrive(q_full);
       return;
     }
-    const Work work = load_work(params, index);
-    ptx::mbarrier_arrive_expect(q_full, sizeof(shared.q[0]));
+    const std::int64_t query = work.item.head * params.q_slots + work.document.q_slot +
+                               work.item.first;
+    // The last rows of the last document may end before kRows slots do.
+    const int eq_bytes = static_cast<int>(
+        min(std::int64_t{Config::kRows},
+            params.heads_k * params.queries_per_key_head * params.q_slots - query));
+    ptx::mbarrier_arrive_expect(q_full, sizeof(shared.q[0]) + eq_bytes);
     ptx::copy_tensor_3d(ptx::shared_address(shared.q[q_at.stage]), &params.q, 0,
                         static_cast<int>(work.document.q_slot) + work.item.first, work.item.head,
                         q_full);
+    ptx::copy_bulk(ptx::shared_address(shared.eq[q_at.stage]), params.q_exponents + query, eq_bytes,
+                   q_full);
     q_at.advance();
 
     // Key tiles from the diagonal down to the first visible one.
     const std::int64_t row = work.key_head * params.k_slots + work.document.k_slot;
     const TileScope scope0(params.mask, work.document, work.item.first);
     const TileScope scope1(params.mask, work.document, work.item.first + 64);
-    for (int t = work.tiles.end - 1; t >= work.tiles.begin; --t) {
+    for (int t = work.visits.end - 1; t >= work.visits.begin; --t) {
       const std::int64_t offset = row + t * kKeyTile;
       const std::int64_t last =
           offset + min(kKeyTile, work.document.k_len - t * kKeyTile) - 1;
@@ -217,7 +200,8 @@ struct Rows {
     return Exponent::stored(static_cast<std::int8_t>(facts[8 * r].eq));
   }
 
-  __device__ __forceinline__ void start(const ForwardParams& params, const Work& work,
+  /// eq: of the item's rows, `first_row` the warpgroup's first of them in the document.
+  __device__ __forceinline__ void start(const Mask& mask, const Work& work, const std::int8_t* eq,
                                         int first_row) {
 #pragma unroll
     for (int i = 0; i < Config::kOutputs; ++i) o[i] = 0.0f;
@@ -231,8 +215,8 @@ struct Rows {
       unit[r] = kNoUnit;
       const bool valid = row < d.q_len;
       facts[8 * r] = {
-          valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0},
-          valid ? params.q_exponents[work.item.head * params.q_slots + d.q_slot + row] : 0};
+          valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0},
+          valid ? eq[row - work.item.first] : 0};
     }
   }
 };
@@ -527,14 +511,16 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
   const std::int64_t stats = work.item.head * params.total_q + work.document.q_token;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    // O / l in the units of both: what is left of them is one power of two.
     const float l = mul_rn(rows.l[r], pow2(-stages::kProbabilityShift));
-    const float unit = stages::output_factor(Exponent(rows.unit[r] == kNoUnit ? 0 : rows.unit[r]));
+    const float unit = pow2(rows.unit[r] == kNoUnit ? 0 : rows.unit[r]);
     const bool keyless = rows.visible(r).empty();
+    const Divisor divisor(rows.l[r]);
 #pragma unroll
     for (int i = 2 * r; i < Config::kOutputs; i += 4) {
 #pragma unroll
       for (int j = i; j < i + 2; ++j) {
-        rows.o[j] = keyless ? 0.0f : div_rn(mul_rn(rows.o[j], unit), l);
+        rows.o[j] = keyless ? 0.0f : mul_rn(divisor.divide(rows.o[j]), unit);
       }
     }
     const int row = warp_row + lane / 4 + 8 * r;
@@ -571,15 +557,14 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
   rows.facts = shared.rows + consumer * 64 + tile::fragment_row(threadIdx.x % 128, 0);
   while (true) {
     shared.q_ring.wait_full(q_at);
-    const int index = shared.item[q_at.stage];
-    if (index < 0) break;
-    const Work work = load_work(params, index);
+    const Work& work = shared.work[q_at.stage];
+    if (work.last) break;
     const int first_row = work.item.first + 64 * consumer;
-    rows.start(params, work, first_row);
+    rows.start(params.mask, work, shared.eq[q_at.stage], first_row);
     const std::uint32_t q_low =
         ptx::opaque(q_base + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
     float s[64];
-    int remaining = work.tiles.size();
+    int remaining = work.visits.size();
     std::uint32_t facts = 0;
     if (remaining > 0) {
       shared.kv_ring.wait_full(kv_at);
@@ -589,7 +574,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
-    int begin = (work.tiles.end - 1) * kKeyTile;
+    int begin = (work.visits.end - 1) * kKeyTile;
     for (; remaining > 0; --remaining) {
       enter_tile(rows, facts, params.score_scale);
       KeyTile tile;
@@ -625,13 +610,11 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
-    if (not work.tiles.empty()) kv_at.advance();
+    if (not work.visits.empty()) kv_at.advance();
+    store(params, work, rows, work.item.first + 64 * consumer,
+          shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
     if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
     q_at.advance();
-    // Derived again: keeping it over the loop costs registers that the loop has not got.
-    const Work finished = load_work(params, index);
-    store(params, finished, rows, finished.item.first + 64 * consumer,
-          shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
   }
   // Takes the turn that the other warpgroup handed over last.
   if (consumer == 0) take_turn<Config>(consumer);

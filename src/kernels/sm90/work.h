@@ -1,0 +1,59 @@
+// An item of work as a producer finds it and hands it on: what its document is and which tiles of
+// the other axis it visits.
+#pragma once
+
+#include <cstdint>
+
+#include "pack/pack.h"
+#include "plan/cost.h"
+#include "recipe/stages.h"
+
+namespace mxattn::kernels::sm90 {
+
+struct alignas(16) Work {
+  plan::WorkItem item;
+  Document document;
+  int key_head = 0;
+  Range visits;       // key tiles (queries' items) or 64-query steps (keys' items)
+  bool last = false;  // the list is at its end, and this is no item
+};
+
+/// A document from the offsets alone.
+__device__ __forceinline__ Document load_document(const std::int32_t* cu_seqlens_q,
+                                                  const std::int32_t* cu_seqlens_k, int document) {
+  Document d;
+  d.q_token = cu_seqlens_q[document];
+  d.k_token = cu_seqlens_k[document];
+  d.q_len = static_cast<int>(cu_seqlens_q[document + 1] - d.q_token);
+  d.k_len = static_cast<int>(cu_seqlens_k[document + 1] - d.k_token);
+  d.q_slot = document_slot(d.q_token, document);
+  d.k_slot = document_slot(d.k_token, document);
+  return d;
+}
+
+/// Takes the next item of the list. kKeys: the items are keys of key heads, not queries. Params has
+/// items, num_items, next_item, cu_seqlens_q, cu_seqlens_k, mask and queries_per_key_head.
+template <bool kKeys, class Params>
+__device__ __forceinline__ Work take_work(const Params& params) {
+  Work work;
+  const int index = atomicAdd(params.next_item, 1);
+  work.last = index >= *params.num_items;
+  if (work.last) return work;
+  const int4 raw = __ldg(reinterpret_cast<const int4*>(params.items) + index);
+  work.item = {raw.x, raw.y, raw.z, raw.w};
+  work.document = load_document(params.cu_seqlens_q, params.cu_seqlens_k, raw.x);
+  work.key_head = kKeys ? raw.y : raw.y / params.queries_per_key_head;
+  // The mask is a band: its ends never decrease with the row.
+  const Document& d = work.document;
+  const int first = work.item.first, end = first + work.item.count - 1;
+  const auto seen = [&](int row) {
+    return kKeys ? visible_queries(params.mask, d.q_len, d.k_len, row)
+                 : visible_keys(params.mask, d.q_len, d.k_len, row);
+  };
+  const Range range{seen(first).begin, seen(end).end};
+  constexpr int kStep = kKeys ? stages::kQueryStep : stages::kKeyTile;
+  if (not range.empty()) work.visits = {range.begin / kStep, (range.end - 1) / kStep + 1};
+  return work;
+}
+
+}  // namespace mxattn::kernels::sm90
