@@ -133,10 +133,19 @@ class Run:
 
     # ---- measuring ------------------------------------------------------------------------------
 
-    def measure(self, w: Workload) -> None:
-        group = [
-            impl for impl in self.workers if impl not in self.loading and w in self.todo[impl]
-        ]
+    def ready(self, impl: str, w: Workload, last_pass: bool) -> bool:
+        if impl in self.loading or w not in self.todo[impl]:
+            return False
+        # What it still has to compile would keep all others waiting.
+        return last_pass or w.plain or impl not in impls.COMPILING
+
+    def pointless(self) -> bool:
+        """Whether recipes are to be measured and there is none any more."""
+        wanted = [impl for impl in self.options.impls if impl in impls.RECIPES]
+        return bool(wanted) and not any(impl in self.workers for impl in wanted)
+
+    def measure(self, w: Workload, last_pass: bool) -> None:
+        group = [impl for impl in self.workers if self.ready(impl, w, last_pass)]
         if not group:
             return
         for impl in group:
@@ -146,7 +155,7 @@ class Run:
         until = time.monotonic() + self.within(PREPARE_SECONDS)
         for impl in group:
             try:
-                prepared[impl] = self.workers[impl].receive(until - time.monotonic())
+                prepared[impl] = self.workers[impl].receive(max(0.0, until - time.monotonic()))
             except WorkerError as error:
                 self.lost(impl, w.name, error)
         samples: dict[str, dict[str, list[float]]] = {impl: {} for impl in prepared}
@@ -200,12 +209,12 @@ class Run:
     def run(self) -> None:
         self.loaded(LOAD_SECONDS)
         # The second pass is for those that came late or came back.
-        for _ in range(2):
+        for last_pass in (False, True):
             for w in self.workloads:
-                if self.left() <= 0:
+                if self.left() <= 0 or self.pointless():
                     return
                 self.loaded(0.0)
-                self.measure(w)
+                self.measure(w, last_pass)
             if any(self.todo[impl] for impl in self.loading):
                 self.loaded(LATE_SECONDS)
 
@@ -234,7 +243,7 @@ class Run:
             {
                 "workload": w.name,
                 "impl": impl,
-                "reason": "no time left" if impl in self.workers else "its process is gone",
+                "reason": "not reached" if impl in self.workers else "its process is gone",
             }
             for impl, left in self.todo.items()
             if impl not in unloadable

@@ -26,6 +26,10 @@ class Workload:
         return len(set(self.lengths)) == 1
 
     @property
+    def plain(self) -> bool:
+        return (self.heads_q, self.dim, self.causal, self.window) == (self.heads_k, 128, True, 0)
+
+    @property
     def window_size(self) -> tuple[int, int]:
         """(left, right) as flash_attn_varlen_func takes it; -1: no bound."""
         return (self.window - 1 if self.window else -1, 0 if self.causal else -1)
