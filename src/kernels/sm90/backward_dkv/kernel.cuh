@@ -48,12 +48,35 @@ inline constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every 
 inline constexpr int kStatsStages = 6;
 static_assert(kStatsStages % kStatsWarps == 0, "a warp fills stages of its own");
 
+/// How a phase goes.
+enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral };
+
 /// What holds for a whole step.
 struct alignas(16) StepFacts {
   std::int32_t c, r;  // cuda::kNanScale for NaN
   std::int32_t eq;    // the byte of the step's first query
-  std::int32_t plain; // all its queries share EQ, and FP16 holds their addends
+
+  // How the phase goes in each warpgroup, and whether something rare is due before it: a query head
+  // begins, a scale or EQ is another than in the step before, a promotion may be due.
+  static constexpr std::uint32_t kRare = 1u << 16;
+  std::uint32_t flags;
+
+  __device__ __forceinline__ static std::uint32_t pack(bool rare, Phase phase0, Phase phase1) {
+    return (rare ? kRare : 0u) | static_cast<std::uint32_t>(phase0) |
+           static_cast<std::uint32_t>(phase1) << 8;
+  }
+  __device__ __forceinline__ static Phase phase(std::uint32_t flags, int consumer) {
+    return static_cast<Phase>((flags >> (8 * consumer)) & 3u);
+  }
 };
+
+/// Steps from which all of 64 keys from `first_key` are seen.
+__device__ __forceinline__ Range whole_steps(const Mask& mask, const Document& d, int first_key) {
+  const int last_key = first_key + 63;
+  if (last_key >= d.k_len) return {0, 0};
+  return {(visible_queries(mask, d.q_len, d.k_len, last_key).begin + kQueryStep - 1) / kQueryStep,
+          visible_queries(mask, d.q_len, d.k_len, first_key).end / kQueryStep};
+}
 
 /// What rarely matters of a key: kept in shared memory, where it costs no register.
 struct KeyFacts {
@@ -99,8 +122,6 @@ __device__ __forceinline__ Exponent exponent_of(std::int32_t value) {
   return value == cuda::kNanScale ? Exponent(0, true) : Exponent(value);
 }
 __device__ __forceinline__ std::int32_t value_of(Exponent e) { return e.nan ? cuda::kNanScale : e.value; }
-
-inline constexpr int kNoExponent = -1000;  // no byte
 
 // ---- producers --------------------------------------------------------------------------------
 
@@ -188,15 +209,24 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
     nv = __reduce_max_sync(0xFFFFFFFFu, nv);
     const Exponent nv_tile = Exponent::stored(static_cast<std::int8_t>(nv));
 
+    const Range whole0 = whole_steps(params.mask, d, work.item.first);
+    const Range whole1 = whole_steps(params.mask, d, work.item.first + 64);
+    const auto scales_of = [&](int head, int step) {
+      const int tile_start = step * kQueryStep / stages::kQueryTile * stages::kQueryTile;
+      const std::int64_t slot = head * params.q_slots + d.q_slot + tile_start;
+      return params.tile_scales[slot / stages::kSlotAlignment];
+    };
     int i = ahead;
     for (; i < total; i += kStatsWarps) {
       const int head = work.item.head * params.queries_per_key_head + i / num_steps;
       const int s = work.visits.begin + i % num_steps;
       const std::int64_t slots = head * params.q_slots + d.q_slot;
       const std::int64_t tokens = head * params.total_q + d.q_token;
-      const int tile_start = s * kQueryStep / stages::kQueryTile * stages::kQueryTile;
-      const cuda::TileScales raw =
-          params.tile_scales[(slots + tile_start) / stages::kSlotAlignment];
+      const cuda::TileScales raw = scales_of(head, s);
+      // The step before, of the same head: whether this one differs.
+      const int before = s > work.visits.begin ? s - 1 : s;
+      const cuda::TileScales raw_before = scales_of(head, before);
+      const int eq_before = params.q_exponents[slots + before * kQueryStep];
       stages::ChunkScales scales;
       scales.a = exponent_of(raw.a);
       scales.b = exponent_of(raw.b);
@@ -227,6 +257,11 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
       }
       const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
       const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
+      const auto phase = [&](Range whole) {
+        return not plain ? Phase::kGeneral : whole.contains(s) ? Phase::kPlain : Phase::kMasked;
+      };
+      const bool rare = s == work.visits.begin or s % 8 == 7 or first != eq_before or
+                        raw.a != raw_before.a or raw.b != raw_before.b or raw.c != raw_before.c;
 
       shared.stats_ring.wait_empty(at);
       auto& stats = shared.stats[at.stage];
@@ -240,7 +275,10 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
           stats.eq[2 * lane + n] = static_cast<std::int8_t>(eq[n]);
         }
       }
-      if (lane == 0) stats.facts = {value_of(scales.c), value_of(r), first, plain};
+      if (lane == 0) {
+        stats.facts = {value_of(scales.c), value_of(r), first,
+                       StepFacts::pack(rare, phase(whole0), phase(whole1))};
+      }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
 #pragma unroll
@@ -256,8 +294,8 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
 struct StepPairs {
   uint4 addend[2], delta[2];
 
-  __device__ __forceinline__ void load(const SharedStorage::Stats& stats) {
-    const int q = threadIdx.x % 4;
+  /// q: the lane's place in its quad.
+  __device__ __forceinline__ void load(const SharedStorage::Stats& stats, std::uint32_t q) {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
       addend[v] = *reinterpret_cast<const uint4*>(&stats.addend_pairs[pair_word(4 * v, q)]);
@@ -354,7 +392,8 @@ __device__ __forceinline__ void phase_general(const float (&s)[32], const float 
 
 __device__ void attend(const BackwardParams& params, SharedStorage& shared, int consumer) {
   const int thread = threadIdx.x % 128;
-  const bool leader = threadIdx.x % 32 == 0;
+  const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
+  const std::uint32_t quad_lane = ptx::opaque(threadIdx.x % 4);
   const int warp = thread / 32;
   tile::RingPosition<2> work_at;
   tile::RingPosition<1> key_at;
@@ -379,7 +418,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const Document& d = work.document;
     const int total = work.visits.size() * params.queries_per_key_head;
     const int first_key = work.item.first + 64 * consumer;
-    const int last_key = min(first_key + 63, d.k_len - 1);
 
     KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
 #pragma unroll
@@ -390,18 +428,11 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       keys[8 * h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
                      valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
     }
-    // Queries that see every key of the warpgroup.
-    Range all{0, 0};
-    if (first_key + 63 < d.k_len) {
-      all = {visible_queries(params.mask, d.q_len, d.k_len, last_key).begin,
-             visible_queries(params.mask, d.q_len, d.k_len, first_key).end};
-    }
-
     float dv[64], dk[64], s[32], dp[32];
     int keep_dv = 0, keep_dk = 0;
     bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
-    int c_now = 0, r_now = 0, eq_now = kNoExponent;
+    int c_now = 0, r_now = 0;
     float a[2] = {0, 0}, f[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 64; ++i) dv[i] = dk[i] = 0.0f;
@@ -428,8 +459,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     };
 
     StepPairs pairs;
-    StepFacts facts;
-    bool ready = false;
+    std::uint32_t flags = 0;
     // K and V go back before the last step, which needs no further scores.
     const auto release_keys = [&] {
       if (leader) ptx::mbarrier_arrive(shared.key_ring.empty_at(0));
@@ -441,8 +471,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
       shared.stats_ring.wait_full(stats_at);
-      pairs.load(shared.stats[stats_at.stage]);
-      facts = shared.stats[stats_at.stage].facts;
+      pairs.load(shared.stats[stats_at.stage], quad_lane);
+      flags = shared.stats[stats_at.stage].facts.flags;
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -451,11 +481,11 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     }
     if (total <= 1) release_keys();
     int step = work.visits.begin;
+    const int steps_end = work.visits.end;
     for (int i = 0; i < total; ++i) {
-      const bool head_begins = step == work.visits.begin;
-      // Rarely: a promotion is due, or a scale changes.
-      const bool promotion_step = step % 8 == 7 or head_begins;
-      if (promotion_step or facts.c != c_now or facts.r != r_now or facts.eq != eq_now) {
+      if ((flags & StepFacts::kRare) != 0) {
+        const StepFacts facts = shared.stats[stats_at.stage].facts;
+        const bool head_begins = step == work.visits.begin;
         const Exponent c_old = exponent_of(c_now), c = exponent_of(facts.c);
         const Exponent r_old = exponent_of(r_now), r = exponent_of(facts.r);
         const bool head_ends = head_begins and i > 0;
@@ -485,7 +515,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         }
         c_now = facts.c;
         r_now = facts.r;
-        eq_now = facts.eq;
         const Exponent eq = Exponent::stored(static_cast<std::int8_t>(facts.eq));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -497,18 +526,18 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       }
 
       const int first_query = step * kQueryStep;
-      const bool every = all.begin <= first_query and first_query + kQueryStep <= all.end;
       Codes codes;
-      if (facts.plain and every) {
+      const Phase phase = StepFacts::phase(flags, consumer);
+      if (phase == Phase::kPlain) {
         phase_plain<false>(s, dp, pairs, a, f, keys, first_query, codes);
-      } else if (facts.plain) {
+      } else if (phase == Phase::kMasked) {
         phase_plain<true>(s, dp, pairs, a, f, keys, first_query, codes);
       } else {
         phase_general(s, dp, shared.stats[stats_at.stage], keys, first_query, params.score_scale,
                       codes);
       }
 
-      if (not ready) shared.operand_ring.wait_full(at);
+      shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
       const std::uint64_t gt =
           tile::k_major_descriptor(tile::Swizzle::k64, ptx::shared_address(stage.g_transposed));
@@ -529,22 +558,18 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       stats_at.advance();
       if (i + 1 < total) {
         shared.stats_ring.wait_full(stats_at);
-        pairs.load(shared.stats[stats_at.stage]);
-        facts = shared.stats[stats_at.stage].facts;
+        pairs.load(shared.stats[stats_at.stage], quad_lane);
+        flags = shared.stats[stats_at.stage].facts.flags;
       }
-      const int stage_done = at.stage;
-      at.advance();
-      if (++step == work.visits.end) step = work.visits.begin;
-      // A first look at whether the next block's operands have arrived.
-      ready = i + 1 == total or ptx::mbarrier_try_wait(shared.operand_ring.full_at(at.stage),
-                                                       at.parity);
+      if (++step == steps_end) step = work.visits.begin;
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dv);
       ptx::pin(dk);
       keep_dv = keep_dk = 1;
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(stage_done));
+      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
+      at.advance();
       if (i + 2 == total) release_keys();
     }
     const int row = work.item.first + 64 * consumer + 16 * warp;

@@ -39,7 +39,8 @@ struct Config {
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
 };
 
-inline constexpr int kExponentStages = 4;
+inline constexpr int kExponentSlots = 4;
+static_assert(kExponentSlots >= Config::kStages + 2);
 
 /// What rarely matters of a query row: kept in shared memory, where it costs no register.
 struct RowFacts {
@@ -59,9 +60,13 @@ struct alignas(1024) SharedStorage {
     std::uint8_t v[kKeyTile * Config::kDim];
     std::uint8_t k_transposed[Config::kDim * kKeyTile];
   } stages[Config::kStages];
-  // Beside the rows: exponents of tile t, read by phase t after the stage has been handed back.
-  alignas(16) std::int8_t ek[kExponentStages][kKeyTile];
-  alignas(16) std::int8_t ev[kExponentStages][kKeyTile];
+  std::uint32_t facts[Config::kStages];  // beside the rows of tile t: TileFacts
+  // Exponents of tiles that are not uniform, by the number of the tile in the order of the CTA.
+  // NOTE: no barrier of their own. They arrive with the rows of tile t; phase t reads them after
+  // that stage has been handed back, and they are overwritten kExponentSlots tiles on, whose stage
+  // needs block t + 1 to be over.
+  alignas(16) std::int8_t ek[kExponentSlots][kKeyTile];
+  alignas(16) std::int8_t ev[kExponentSlots][kKeyTile];
   // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its own 16.
   float4 staging[Config::kConsumers][64 * Config::kDim / 4];
   RowFacts rows[Config::kRows];  // written and read by the quad of the row
@@ -69,8 +74,41 @@ struct alignas(1024) SharedStorage {
   tile::RingBarriers<2> work_ring;
   tile::RingBarriers<1> query_ring;  // Q and G
   tile::RingBarriers<Config::kStages> operand_ring;
-  tile::RingBarriers<kExponentStages> exponent_ring;
 };
+
+/// How a phase goes.
+enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral };
+
+/// What the phase of a key tile wants to know, in one word: EK and EV of its first key, whether
+/// something rare is due before it, and how it goes in each warpgroup.
+struct TileFacts {
+  static constexpr std::uint32_t kExponents = 0xFFFFu;
+  static constexpr std::uint32_t kRare = 1u << 16;  // a chunk may begin or a promotion be due
+
+  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, bool rare,
+                                                       Phase phase0, Phase phase1) {
+    return static_cast<std::uint8_t>(ek) |
+           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev)) << 8 | (rare ? kRare : 0u) |
+           static_cast<std::uint32_t>(phase0) << 17 | static_cast<std::uint32_t>(phase1) << 19;
+  }
+  __device__ __forceinline__ static std::int8_t ek(std::uint32_t facts) {
+    return static_cast<std::int8_t>(facts & 0xFFu);
+  }
+  __device__ __forceinline__ static std::int8_t ev(std::uint32_t facts) {
+    return static_cast<std::int8_t>((facts >> 8) & 0xFFu);
+  }
+  __device__ __forceinline__ static Phase phase(std::uint32_t facts, int consumer) {
+    return static_cast<Phase>((facts >> (17 + 2 * consumer)) & 3u);
+  }
+};
+
+/// Tiles of which every row of 64 from `first_row` sees all keys.
+__device__ __forceinline__ Range whole_tiles(const Mask& mask, const Document& d, int first_row) {
+  const int last_row = first_row + 63;
+  if (last_row >= d.q_len) return {0, 0};
+  return {(visible_keys(mask, d.q_len, d.k_len, last_row).begin + kKeyTile - 1) / kKeyTile,
+          visible_keys(mask, d.q_len, d.k_len, first_row).end / kKeyTile};
+}
 
 // ---- producer ---------------------------------------------------------------------------------
 
@@ -78,7 +116,7 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
   tile::RingPosition<2> work_at;
   tile::RingPosition<1> query_at;
   tile::RingPosition<Config::kStages> at;
-  tile::RingPosition<kExponentStages> exponents_at;
+  std::uint32_t tile_number = 0;
   while (true) {
     const Work work = take_work<false>(params);
     shared.work_ring.wait_empty(work_at);
@@ -98,34 +136,55 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
     query_at.advance();
     if (work.visits.empty()) continue;
 
+    const Range whole0 = whole_tiles(params.mask, d, work.item.first);
+    const Range whole1 = whole_tiles(params.mask, d, work.item.first + 64);
     for (int t = work.visits.begin - 1; t < work.visits.end; ++t) {
-      const bool rows = t + 1 < work.visits.end;
+      // Rows of tile t + 1, transpose of tile t.
+      const int next = t + 1;
+      const bool rows = next < work.visits.end;
       const bool transposes = t >= work.visits.begin;
       const int slot = static_cast<int>(d.k_slot) + t * kKeyTile;
+      std::uint32_t facts = 0;
+      std::int64_t offset = 0;
+      int bytes = 0;  // of exponents
       if (rows) {
-        shared.exponent_ring.wait_empty(exponents_at);
-        const std::uint32_t full = shared.exponent_ring.full_at(exponents_at.stage);
-        const std::int64_t offset = work.key_head * params.k_slots + slot + kKeyTile;
+        offset = work.key_head * params.k_slots + slot + kKeyTile;
+        const std::int64_t last = offset + min(kKeyTile, d.k_len - next * kKeyTile) - 1;
+        const std::int8_t ek = params.k_exponents[offset], ev = params.v_exponents[offset];
+        const bool uniform = ek == params.k_exponents[last] and ev == params.v_exponents[last];
+        const bool rare = next == work.visits.begin or next % 8 == 7 or
+                          next * kKeyTile == stages::chunk_begin(stages::chunk_of(next * kKeyTile));
+        const auto phase = [&](Range whole) {
+          return not uniform            ? Phase::kGeneral
+                 : whole.contains(next) ? Phase::kPlain
+                                        : Phase::kMasked;
+        };
+        facts = TileFacts::pack(ek, ev, rare, phase(whole0), phase(whole1));
         // The last tile of the last document may end before 128 slots do.
-        const int bytes = static_cast<int>(
-            min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
-        ptx::mbarrier_arrive_expect(full, 2 * bytes);
-        ptx::copy_bulk(ptx::shared_address(shared.ek[exponents_at.stage]),
-                       params.k_exponents + offset, bytes, full);
-        ptx::copy_bulk(ptx::shared_address(shared.ev[exponents_at.stage]),
-                       params.v_exponents + offset, bytes, full);
-        exponents_at.advance();
+        if (not uniform) {
+          bytes = static_cast<int>(
+              min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
+        }
       }
       shared.operand_ring.wait_empty(at);
       auto& stage = shared.stages[at.stage];
       const std::uint32_t full = shared.operand_ring.full_at(at.stage);
-      ptx::mbarrier_arrive_expect(full, (rows ? sizeof(stage.k) + sizeof(stage.v) : 0) +
-                                            (transposes ? sizeof(stage.k_transposed) : 0));
+      shared.facts[at.stage] = facts;
+      ptx::mbarrier_arrive_expect(
+          full, (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
+                    (transposes ? sizeof(stage.k_transposed) : 0));
       if (rows) {
         ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
                             work.key_head, full);
         ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot + kKeyTile,
                             work.key_head, full);
+        if (bytes > 0) {
+          ptx::copy_bulk(ptx::shared_address(shared.ek[tile_number % kExponentSlots]),
+                         params.k_exponents + offset, bytes, full);
+          ptx::copy_bulk(ptx::shared_address(shared.ev[tile_number % kExponentSlots]),
+                         params.v_exponents + offset, bytes, full);
+        }
+        ++tile_number;
       }
       if (transposes) {
         ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed, slot, 0,
@@ -247,29 +306,14 @@ __device__ __forceinline__ float change_of(std::int32_t before, std::int32_t aft
   return stages::factor(exponent_of(before) - exponent_of(after));
 }
 
-/// What the loop wants to know of a tile's keys before their scores are there.
-struct TileFacts {
-  int ek, ev;  // bytes of its first key
-  bool uniform;
-
-  __device__ __forceinline__ void load(const std::int8_t* ek_bytes, const std::int8_t* ev_bytes,
-                                       int last) {
-    ek = ek_bytes[0];
-    ev = ev_bytes[0];
-    uniform = ek == ek_bytes[last] and ev == ev_bytes[last];
-  }
-};
-
-inline constexpr int kNoExponent = -1000;  // no byte
-
 __device__ void attend(const BackwardParams& params, SharedStorage& shared, int consumer) {
   const int thread = threadIdx.x % 128;
-  const bool leader = threadIdx.x % 32 == 0;
+  const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
   const int warp = thread / 32;
   tile::RingPosition<2> work_at;
   tile::RingPosition<1> query_at;
   tile::RingPosition<Config::kStages> at;
-  tile::RingPosition<kExponentStages> exponents_at;
+  std::uint32_t tile_number = 0;
   // Made where it is used: it would cost registers in the loop.
   const auto sums = [&] {
     constexpr int kFloat4s = 64 * Config::kDim / 4;
@@ -288,7 +332,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     if (work.last) return;
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
-    const int last_row = first_row + 63;
 
     RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
 #pragma unroll
@@ -309,22 +352,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       }
       rows[8 * h] = facts;
     }
-    const int k_len = d.k_len;
     const int tiles_end = work.visits.end;
-    // Tiles of which every row of the warpgroup sees all keys.
-    Range whole{0, 0};
-    if (last_row < d.q_len) {
-      whole = {(visible_keys(params.mask, d.q_len, d.k_len, last_row).begin + kKeyTile - 1) /
-                   kKeyTile,
-               visible_keys(params.mask, d.q_len, d.k_len, first_row).end / kKeyTile};
-    }
-
     float dq[64], s[64], dp[64];
     RowFactors factors;
-    TileFacts facts;
-    int ek_now = kNoExponent, ev_now = kNoExponent;  // of the factors
+    std::uint32_t facts = 0;
+    std::uint32_t facts_now = 0;  // of the factors
     int keep = 0;
-    bool ready = false;
     bool started = false;
 #pragma unroll
     for (int i = 0; i < 64; ++i) dq[i] = 0.0f;
@@ -350,11 +383,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
     };
 
-    const auto load_facts = [&](int t) {
-      shared.exponent_ring.wait_full(exponents_at);
-      facts.load(shared.ek[exponents_at.stage], shared.ev[exponents_at.stage],
-                 min(k_len - t * kKeyTile, kKeyTile) - 1);
-    };
     // Q and G go back before the last tile, which needs no further scores.
     const auto release_queries = [&] {
       if (leader) ptx::mbarrier_arrive(shared.query_ring.empty_at(0));
@@ -365,7 +393,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
-      load_facts(work.visits.begin);
+      facts = shared.facts[at.stage];
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -376,10 +404,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
-      const int chunk = stages::chunk_of(first_key);
-      const bool chunk_begins = t == work.visits.begin or first_key == stages::chunk_begin(chunk);
-      if (chunk_begins or t % 8 == 7 or facts.ek != ek_now or facts.ev != ev_now) {
-        if (chunk_begins) {
+      if ((facts & TileFacts::kRare) != 0 or ((facts ^ facts_now) & TileFacts::kExponents) != 0) {
+        const int chunk = stages::chunk_of(first_key);
+        if (t == work.visits.begin or first_key == stages::chunk_begin(chunk)) {
           const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
           // NOTE: the quad of a row shares its facts: all read before one writes.
           const std::int32_t before[2] = {rows[0].r, rows[8].r};
@@ -404,28 +431,28 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           started = true;
           keep = 0;
         }
-        ek_now = facts.ek;
-        ev_now = facts.ev;
+        facts_now = facts;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           set_factors(factors, h, rows[8 * h],
-                      Exponent::stored(static_cast<std::int8_t>(facts.ek)),
-                      Exponent::stored(static_cast<std::int8_t>(facts.ev)), params.score_scale);
+                      Exponent::stored(TileFacts::ek(facts)),
+                      Exponent::stored(TileFacts::ev(facts)), params.score_scale);
         }
       }
 
-      const bool every = whole.contains(t);
       Codes codes;
-      if (facts.uniform and every) {
+      const Phase phase = TileFacts::phase(facts, consumer);
+      if (phase == Phase::kPlain) {
         phase_uniform<false>(s, dp, factors, rows, first_key, codes);
-      } else if (facts.uniform) {
+      } else if (phase == Phase::kMasked) {
         phase_uniform<true>(s, dp, factors, rows, first_key, codes);
       } else {
-        phase_general(s, dp, rows, first_key, shared.ek[exponents_at.stage],
-                      shared.ev[exponents_at.stage], params.score_scale, codes);
+        phase_general(s, dp, rows, first_key, shared.ek[tile_number % kExponentSlots],
+                      shared.ev[tile_number % kExponentSlots], params.score_scale, codes);
       }
+      ++tile_number;
 
-      if (not ready) shared.operand_ring.wait_full(at);
+      shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
       const std::uint64_t kt =
           tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k_transposed));
@@ -438,24 +465,14 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
       // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
-      // In the shadow of the block.
-      __syncwarp();
-      if (leader) ptx::mbarrier_arrive(shared.exponent_ring.empty_at(exponents_at.stage));
-      exponents_at.advance();
-      const int stage_done = at.stage;
-      at.advance();
-      ready = true;
-      if (t + 1 < tiles_end) {
-        load_facts(t + 1);
-        // A first look at whether the next block's operands have arrived.
-        ready = ptx::mbarrier_try_wait(shared.operand_ring.full_at(at.stage), at.parity);
-      }
+      facts = shared.facts[at.stage];
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dq);
       keep = 1;
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(stage_done));
+      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
+      at.advance();
       if (t + 2 == tiles_end) release_queries();
     }
     const float scale[2] = {keep ? stages::factor(scale_of(rows[0])) : 0.0f,
@@ -483,7 +500,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.work_ring.initialise(4 * Config::kConsumers);
     shared.query_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
-    shared.exponent_ring.initialise(4 * Config::kConsumers);
     ptx::fence_mbarrier_init();
   }
   // Rows of stages that the first items never fill must hold finite codes.
