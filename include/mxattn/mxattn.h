@@ -99,7 +99,7 @@ typedef struct mxattn_problem_config {
   int32_t window_left;
   int32_t window_right;
   int32_t has_softmax_scale; /* 0: 1 / sqrt(head_dim) */
-  float softmax_scale;       /* finite */
+  float softmax_scale;       /* finite, log2(e) times it too */
   int32_t rotate;  /* rotate channels of q and k before quantisation. -1: as the recipe says */
   int32_t threads; /* CPU threads of a call. 0: mxattn_default_threads() */
 } mxattn_problem_config;

@@ -54,6 +54,12 @@ const BadConfig kBadConfigs[] = {
        c.softmax_scale = -std::numeric_limits<float>::infinity();
      },
      "softmax_scale = -inf: expected a finite number"},
+    {"scale_huge",
+     [](auto& c) {
+       c.has_softmax_scale = 1;
+       c.softmax_scale = std::numeric_limits<float>::max();
+     },
+     "softmax_scale = 3.40282e+38: expected a number that log2(e) times is finite in FP32"},
     {"has_scale", [](auto& c) { c.has_softmax_scale = 7; },
      "has_softmax_scale = 7: expected 0 or 1"},
     {"rotate", [](auto& c) { c.rotate = 2; }, "rotate = 2: expected -1 (as the recipe says), 0"},

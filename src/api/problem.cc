@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "recipe/stages.h"
 
 namespace mxattn::api {
 namespace {
@@ -74,6 +75,8 @@ Problem make_problem(const mxattn_problem_config& config) {
           config.has_softmax_scale, "0 or 1");
   require(config.has_softmax_scale == 0 or std::isfinite(config.softmax_scale), "softmax_scale",
           config.softmax_scale, "a finite number");
+  require(config.has_softmax_scale == 0 or std::isfinite(stages::score_scale(config.softmax_scale)),
+          "softmax_scale", config.softmax_scale, "a number that log2(e) times is finite in FP32");
   require(config.threads >= 0 and config.threads <= kMaxThreads, "threads", config.threads,
           "0 (all) to ", kMaxThreads);
   require(config.device_kind == MXATTN_DEVICE_CPU or config.device_kind == MXATTN_DEVICE_CUDA,
