@@ -17,7 +17,8 @@ from workloads import Workload  # noqa: E402
 class MxattnCase(Case):
     def __init__(self, recipe: str, w: Workload, x: Inputs):
         self.x = x
-        options = {"recipe": recipe, "causal": w.causal, "window": w.window_size}
+        window = (w.window - 1 if w.window else -1, -1)
+        options = {"recipe": recipe, "causal": w.causal, "window": window}
         cu = [0]
         for length in w.lengths:
             cu.append(cu[-1] + length)
