@@ -10,9 +10,11 @@ namespace {
 TEST(Division, BitEqualToIeeeDivision) {
   std::mt19937 random(1);
   std::uniform_int_distribution<std::uint32_t> mantissa(0, 0x7FFFFF), sign(0, 1);
-  std::uniform_int_distribution<int> x_exponent(-120, Divisor::kLimit - 1), divisor_exponent(-30, 30);
+  std::uniform_int_distribution<int> x_exponent(-120, Divisor::kLimit - 1),
+      divisor_exponent(-30, 30);
   const auto draw = [&](int exponent, bool special) {
-    const std::uint32_t bits = special ? (random() % 2 ? 0x7FFFFFu : random() % 4) : mantissa(random);
+    const std::uint32_t bits =
+        special ? (random() % 2 ? 0x7FFFFFu : random() % 4) : mantissa(random);
     return float_of(sign(random) << 31 | static_cast<std::uint32_t>(exponent + 127) << 23 | bits);
   };
   int compared = 0;

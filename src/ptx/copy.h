@@ -28,8 +28,8 @@ __device__ __forceinline__ void copy_tensor_3d(std::uint32_t shared, const CUten
 __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* global,
                                           std::uint32_t bytes, std::uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
@@ -45,10 +45,10 @@ __device__ __forceinline__ void store_bulk(void* global, std::uint32_t shared,
 }
 __device__ __forceinline__ void add_bulk_f32(void* global, std::uint32_t shared,
                                              std::uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   global),
-               "r"(shared), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
 }
 
 /// Closes the thread's bulk group, and waits until at most kPending groups are in flight.

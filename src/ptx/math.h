@@ -67,7 +67,9 @@ __device__ __forceinline__ void from_fp16x2(std::uint32_t pair, float& low, floa
 /// To FP16, nearest even, and back. PTX ISA 9.7.9.21 cvt.
 __device__ __forceinline__ float round_fp16(float x) {
   float y;
-  asm("{\n.reg .b16 half;\ncvt.rn.f16.f32 half, %1;\ncvt.f32.f16 %0, half;\n}\n" : "=f"(y) : "f"(x));
+  asm("{\n.reg .b16 half;\ncvt.rn.f16.f32 half, %1;\ncvt.f32.f16 %0, half;\n}\n"
+      : "=f"(y)
+      : "f"(x));
   return y;
 }
 

@@ -1,8 +1,8 @@
 // Where a warpgroup's accumulator lies, and reductions over its rows.
 //
 // Register i of thread t of a 64 x N accumulator holds row 16 (t/32) + (t%32)/4 + 8 ((i>>1)&1) and
-// column 8 (i>>2) + 2 (t%4) + (i&1). A thread therefore owns two rows, eight apart ("half" 0 and 1),
-// and the four threads of a quad share them.
+// column 8 (i>>2) + 2 (t%4) + (i&1). A thread therefore owns two rows, eight apart ("half" 0 and
+// 1), and the four threads of a quad share them.
 #pragma once
 
 #include <cstdint>

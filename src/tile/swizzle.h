@@ -23,12 +23,13 @@ MXATTN_HOST_DEVICE constexpr int row_bytes(Swizzle swizzle) {
 MXATTN_HOST_DEVICE constexpr std::uint32_t swizzled_offset(Swizzle swizzle, std::uint32_t row,
                                                            std::uint32_t byte) {
   const std::uint32_t linear = row * static_cast<std::uint32_t>(row_bytes(swizzle)) + byte;
-  return swizzle == Swizzle::k128 ? linear ^ ((linear >> 3) & 0x70) : linear ^ ((linear >> 3) & 0x30);
+  return swizzle == Swizzle::k128 ? linear ^ ((linear >> 3) & 0x70)
+                                  : linear ^ ((linear >> 3) & 0x30);
 }
 
 /// Descriptor of a K-major tile at shared address `address`. PTX ISA 9.7.15.5.1.2.2: start address
-/// / 16 in bits 0-13, leading offset (ignored with a swizzle, set to 1) in 16-29, offset of the next
-/// eight rows / 16 in 32-45, swizzle in 62-63.
+/// / 16 in bits 0-13, leading offset (ignored with a swizzle, set to 1) in 16-29, offset of the
+/// next eight rows / 16 in 32-45, swizzle in 62-63.
 MXATTN_HOST_DEVICE constexpr std::uint64_t k_major_descriptor(Swizzle swizzle,
                                                               std::uint32_t address) {
   const std::uint64_t eight_rows = 8u * static_cast<std::uint64_t>(row_bytes(swizzle));

@@ -33,10 +33,10 @@ struct BackwardParams {
   const std::int8_t* g_norms = nullptr;
   const std::int8_t* o_norms = nullptr;
   const std::int8_t* v_norms = nullptr;
-  const std::int8_t* v_running_norms = nullptr;  // maximum so far in the key chunk
-  const float* delta = nullptr;                  // D (heads_q, q_slots)
-  const cuda::TileScales* tile_scales = nullptr;       // (heads_q, q_slots / 16)
-  const std::int32_t* row_reference = nullptr;   // mu (heads_q, total_q)
+  const std::int8_t* v_running_norms = nullptr;   // maximum so far in the key chunk
+  const float* delta = nullptr;                   // D (heads_q, q_slots)
+  const cuda::TileScales* tile_scales = nullptr;  // (heads_q, q_slots / 16)
+  const std::int32_t* row_reference = nullptr;    // mu (heads_q, total_q)
   std::int64_t q_slots = 0;
   std::int64_t k_slots = 0;
   std::int64_t total_q = 0;

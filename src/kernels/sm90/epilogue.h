@@ -17,8 +17,8 @@ namespace mxattn::kernels::sm90 {
 inline constexpr float kRotationNorm128 = 0.08838834764831845f;  // 1 / sqrt(128)
 
 /// x H without its norm: Walsh-Hadamard butterflies over the 128 columns of each row, strides 1, 2,
-/// 4, ..., 64, the order of the quantiser. Columns 0, 1 of an 8-column block lie in a thread, bits 1
-/// and 2 of the column are the lane of the quad, the rest is the register.
+/// 4, ..., 64, the order of the quantiser. Columns 0, 1 of an 8-column block lie in a thread, bits
+/// 1 and 2 of the column are the lane of the quad, the rest is the register.
 __device__ __forceinline__ void rotate_rows(float (&x)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; i += 2) {
@@ -75,11 +75,10 @@ __device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std:
 #pragma unroll
   for (int b = 0; b < kDim / 8; b += 2) {
     const int row = lane % 8 + 8 * ((lane / 8) & 1);
-    ptx::store_matrix_x4(base + offset_of(row, b + lane / 16),
-                         ptx::to_bf16x2(x[4 * b], x[4 * b + 1]),
-                         ptx::to_bf16x2(x[4 * b + 2], x[4 * b + 3]),
-                         ptx::to_bf16x2(x[4 * b + 4], x[4 * b + 5]),
-                         ptx::to_bf16x2(x[4 * b + 6], x[4 * b + 7]));
+    ptx::store_matrix_x4(
+        base + offset_of(row, b + lane / 16), ptx::to_bf16x2(x[4 * b], x[4 * b + 1]),
+        ptx::to_bf16x2(x[4 * b + 2], x[4 * b + 3]), ptx::to_bf16x2(x[4 * b + 4], x[4 * b + 5]),
+        ptx::to_bf16x2(x[4 * b + 6], x[4 * b + 7]));
   }
   __syncwarp();
   const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and
@@ -101,15 +100,15 @@ __device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std:
 }
 
 /// FP32 sums of one accumulator of a warpgroup, in global memory that stays in L2: register piece p
-/// (four registers) of thread t at [p][t]. Only this warpgroup touches them, and its promotions wait
-/// for one another, so the sums are the same on every run.
+/// (four registers) of thread t at [p][t]. Only this warpgroup touches them, and its promotions
+/// wait for one another, so the sums are the same on every run.
 template <int kRegisters>
 struct Sums {
   static constexpr int kPieces = kRegisters / 4;
   static constexpr std::uint32_t kBytes = kPieces * 128 * sizeof(float4);
-  float4* global;    // of thread 0
-  float4* staging;   // shared, kBytes, of the warpgroup
-  int barrier;       // a named barrier of the warpgroup
+  float4* global;   // of thread 0
+  float4* staging;  // shared, kBytes, of the warpgroup
+  int barrier;      // a named barrier of the warpgroup
 
   /// sum += 2^e partial, or sum = 2^e partial the first time. scale: of both row halves.
   __device__ __forceinline__ void promote(const float (&partial)[kRegisters],

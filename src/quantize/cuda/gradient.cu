@@ -25,8 +25,7 @@ struct Shared {
 
 /// Copies the group's rows of O to shared memory.
 __device__ __forceinline__ void stage_output(const TensorView<const std::uint16_t>& out, int head,
-                                             const Group& group, int group_slot,
-                                             OutputTile& tile) {
+                                             const Group& group, int group_slot, OutputTile& tile) {
   const int lane = threadIdx.x % 32;
   const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and
                        out.token_stride % 8 == 0 and out.head_stride % 8 == 0;
@@ -86,9 +85,8 @@ __device__ __forceinline__ void for_each_output(OutputTile& tile, int slot, Body
 /// into [1, 2), that power added afterwards.
 __device__ __forceinline__ int output_norm(OutputTile& tile, int slot) {
   std::uint32_t largest = 0;
-  for_each_output(tile, slot, [&](int, float v) {
-    largest = max(largest, __float_as_uint(v) & 0x7FFFFFFFu);
-  });
+  for_each_output(tile, slot,
+                  [&](int, float v) { largest = max(largest, __float_as_uint(v) & 0x7FFFFFFFu); });
   const float magnitude = __uint_as_float(largest);
   if (not(magnitude < kInfinity)) return stages::kNanExponent;
   if (largest == 0) return stages::kNormExponentMin;
@@ -185,8 +183,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         static_cast<std::int8_t>(stages::norm_exponent(squares.total(), exponent));
     const float d = delta.total();
     args.delta[row + slot] = not seeing ? 0.0f : (is_nan(d) ? kNan : d);
-    args.output_norms[row + slot] = static_cast<std::int8_t>(
-        seeing ? output_norm(shared.out, slot) : stages::kNormExponentMin);
+    args.output_norms[row + slot] =
+        static_cast<std::int8_t>(seeing ? output_norm(shared.out, slot) : stages::kNormExponentMin);
     args.live[row + slot] = any != 0;
   }
   if (args.transposed != nullptr) {

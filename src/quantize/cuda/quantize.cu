@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = pass * kRowsAtOnce + lane / 8;
     if (lane % 8 == 0) {
-      shared.exponents[warp * kWarpSlots + row] = static_cast<std::int8_t>(
-          present and row < group.rows ? exponents[pass] : kNothing);
+      shared.exponents[warp * kWarpSlots + row] =
+          static_cast<std::int8_t>(present and row < group.rows ? exponents[pass] : kNothing);
     }
   }
   __syncthreads();
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   if (args.transposed != nullptr) {
-    store_transposed(shared.codes, args.transposed + std::int64_t{head} * kDim * args.out.slots +
-                                       first_slot,
+    store_transposed(shared.codes,
+                     args.transposed + std::int64_t{head} * kDim * args.out.slots + first_slot,
                      args.out.slots, slots);
   }
 }
@@ -197,9 +197,7 @@ __global__ void running_norms_kernel(const QuantizeArgs args) {
   }
 }
 
-int tiles_of(std::int64_t slots) {
-  return static_cast<int>((slots + kTileSlots - 1) / kTileSlots);
-}
+int tiles_of(std::int64_t slots) { return static_cast<int>((slots + kTileSlots - 1) / kTileSlots); }
 
 }  // namespace
 
@@ -211,7 +209,8 @@ void quantize(const Recipe& recipe, const QuantizeArgs& args, cudaStream_t strea
   const int tiles = tiles_of(args.out.slots);
   MXATTN_CUDA_CHECK(cudaMemsetAsync(
       args.scratch, 0,
-      static_cast<std::size_t>(quantize_scratch_words(args.out.heads, args.out.slots)) * 4, stream));
+      static_cast<std::size_t>(quantize_scratch_words(args.out.heads, args.out.slots)) * 4,
+      stream));
   const int ctas = tiles * args.out.heads;
   if (recipe.scale_group == ScaleGroup::kRunning) {
     quantize_kernel<true><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, tiles);

@@ -16,14 +16,14 @@ namespace mxattn::cuda {
 
 /// What one tensor becomes.
 struct QuantizeArgs {
-  TensorView<const std::uint16_t> x;           // BF16 (total, heads, 128)
-  const std::int32_t* cu_seqlens = nullptr;    // device, num_documents + 1
+  TensorView<const std::uint16_t> x;         // BF16 (total, heads, 128)
+  const std::int32_t* cu_seqlens = nullptr;  // device, num_documents + 1
   int num_documents = 0;
   bool rotate = false;
-  Operand out;                                 // device; norms may be null
-  std::uint8_t* transposed = nullptr;          // (heads, 128, slots), fragment order; may be null
-  std::int8_t* running_norms = nullptr;        // (heads, slots), with norms; may be null
-  std::uint32_t* scratch = nullptr;            // quantize_scratch_words(), any contents
+  Operand out;                           // device; norms may be null
+  std::uint8_t* transposed = nullptr;    // (heads, 128, slots), fragment order; may be null
+  std::int8_t* running_norms = nullptr;  // (heads, slots), with norms; may be null
+  std::uint32_t* scratch = nullptr;      // quantize_scratch_words(), any contents
 };
 
 /// Words of scratch memory that quantize() needs.
@@ -44,16 +44,16 @@ void restore(const Operand& operand, const std::int32_t* cu_seqlens, int num_doc
 
 /// dO: g = dO / L with its own exponent a token, norms of g and O, and D.
 struct GradientArgs {
-  TensorView<const std::uint16_t> dout, out;   // BF16 (total_q, heads_q, 128)
-  const float* row_sum = nullptr;              // L (heads_q, total_q)
-  const float* lse = nullptr;                  // (heads_q, total_q): -inf marks keyless rows
+  TensorView<const std::uint16_t> dout, out;  // BF16 (total_q, heads_q, 128)
+  const float* row_sum = nullptr;             // L (heads_q, total_q)
+  const float* lse = nullptr;                 // (heads_q, total_q): -inf marks keyless rows
   const std::int32_t* cu_seqlens = nullptr;
   int num_documents = 0;
-  Operand g;                                   // codes, exponents, norms
-  std::uint8_t* transposed = nullptr;          // of g
-  std::int8_t* output_norms = nullptr;         // (heads_q, q_slots)
-  float* delta = nullptr;                      // (heads_q, q_slots)
-  std::uint8_t* live = nullptr;                // (heads_q, q_slots): 1 if any code of g is not 0
+  Operand g;                            // codes, exponents, norms
+  std::uint8_t* transposed = nullptr;   // of g
+  std::int8_t* output_norms = nullptr;  // (heads_q, q_slots)
+  float* delta = nullptr;               // (heads_q, q_slots)
+  std::uint8_t* live = nullptr;         // (heads_q, q_slots): 1 if any code of g is not 0
 };
 
 void prepare_gradient(const Recipe& recipe, const GradientArgs& args, cudaStream_t stream);

@@ -8,9 +8,7 @@ namespace {
 
 using stages::Exponent;
 
-__device__ __forceinline__ std::int32_t value_of(Exponent e) {
-  return e.nan ? kNanScale : e.value;
-}
+__device__ __forceinline__ std::int32_t value_of(Exponent e) { return e.nan ? kNanScale : e.value; }
 
 /// Maximum over the lanes, NaN kept.
 __device__ __forceinline__ std::int32_t reduce(std::int32_t value) {

@@ -1,7 +1,7 @@
 // Steps that the quantiser of Q, K, V and the preparation of dO share.
 //
-// A CTA of 512 threads owns 128 slots of one head. Documents start at multiples of 16 slots and take
-// at least 16, so the 8 slots of a warp belong to one document. Eight lanes share a row, 16
+// A CTA of 512 threads owns 128 slots of one head. Documents start at multiples of 16 slots and
+// take at least 16, so the 8 slots of a warp belong to one document. Eight lanes share a row, 16
 // channels each; a warp reads four rows at a time.
 #pragma once
 
@@ -23,7 +23,7 @@ inline constexpr int kThreads = 512;
 inline constexpr int kGroup = stages::kSlotAlignment;  // slots that share a document
 inline constexpr int kWarpSlots = kTileSlots / (kThreads / 32);
 inline constexpr int kLaneChannels = 16;
-inline constexpr int kRowsAtOnce = 4;    // rows of a warp's load
+inline constexpr int kRowsAtOnce = 4;  // rows of a warp's load
 inline constexpr int kPasses = kWarpSlots / kRowsAtOnce;
 static_assert(kGroup % kWarpSlots == 0);
 
@@ -44,8 +44,7 @@ __device__ __forceinline__ Group find_group(const std::int32_t* cu_seqlens, int 
   while (high - low > 1) {
     const int stride = (high - low + 31) / 32;
     const int probe = low + lane * stride;
-    const bool before =
-        probe < high and document_slot(cu_seqlens[probe], probe) <= slot;
+    const bool before = probe < high and document_slot(cu_seqlens[probe], probe) <= slot;
     const int count = __popc(__ballot_sync(0xFFFFFFFFu, before));  // lane 0 always counts
     low += (count - 1) * stride;
     high = min(high, low + stride);
@@ -159,8 +158,8 @@ struct CodeTile {
 };
 
 /// Codes of the group's rows, to global memory and to the tile.
-__device__ __forceinline__ void encode_rows(const LaneRows& values,
-                                            const int (&exponents)[kPasses], int group_slot,
+__device__ __forceinline__ void encode_rows(const LaneRows& values, const int (&exponents)[kPasses],
+                                            int group_slot,
                                             std::uint8_t* codes /* of the tile's first slot */,
                                             CodeTile& tile) {
   const int lane = threadIdx.x % 32;

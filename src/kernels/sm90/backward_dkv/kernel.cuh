@@ -111,7 +111,7 @@ struct alignas(1024) SharedStorage {
     StepFacts facts;
   } stats[kStatsStages];
   KeyFacts keys[kKeyTile];  // written and read by the quad of the key
-  Work work[2];  // the item at hand and the next
+  Work work[2];             // the item at hand and the next
   tile::RingBarriers<2> work_ring;
   tile::RingBarriers<1> key_ring;  // K and V
   tile::RingBarriers<Config::kStages> operand_ring;
@@ -121,7 +121,9 @@ struct alignas(1024) SharedStorage {
 __device__ __forceinline__ Exponent exponent_of(std::int32_t value) {
   return value == cuda::kNanScale ? Exponent(0, true) : Exponent(value);
 }
-__device__ __forceinline__ std::int32_t value_of(Exponent e) { return e.nan ? cuda::kNanScale : e.value; }
+__device__ __forceinline__ std::int32_t value_of(Exponent e) {
+  return e.nan ? cuda::kNanScale : e.value;
+}
 
 // ---- producers --------------------------------------------------------------------------------
 
@@ -131,9 +133,11 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
   tile::RingPosition<1> key_at;
   tile::RingPosition<Config::kStages> at;
   while (true) {
-    const Work work = take_work<true>(params);
+    const Work taken = take_work<true>(params);
     shared.work_ring.wait_empty(work_at);
-    shared.work[work_at.stage] = work;
+    // Read back where it is needed: the loop has few registers.
+    Work& work = shared.work[work_at.stage];
+    work = taken;
     ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
     work_at.advance();
     if (work.last) return;
@@ -243,17 +247,17 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
         const bool valid = row < d.q_len;
         // A query outside the document takes the exponent of the last one in it.
         eq[n] = params.q_exponents[slots + min(row, d.q_len - 1)];
-        const Exponent eg =
-            valid ? Exponent::stored(params.g_exponents[slots + row]) : Exponent(0);
+        const Exponent eg = valid ? Exponent::stored(params.g_exponents[slots + row]) : Exponent(0);
         const bool keyless = not valid or visible_keys(params.mask, d.q_len, d.k_len, row).empty();
         const Exponent sum =
             stages::dkv_addend(valid ? params.row_reference[tokens + row] : 0, eg, scales.c);
         addend[n] = keyless ? -kInfinity : (sum.nan ? kNan : static_cast<float>(sum.value));
         fits = fits and (keyless or fabsf(addend[n]) <= stages::kFp16Integers);
-        delta[n] = keyless ? 0.0f
-                           : stages::dkv_delta<DeviceOps>(
-                                 params.delta[slots + row],
-                                 stages::dkv_delta_factor(scales.c, eg, Exponent::stored(eq[n]), r));
+        delta[n] = keyless
+                       ? 0.0f
+                       : stages::dkv_delta<DeviceOps>(
+                             params.delta[slots + row],
+                             stages::dkv_delta_factor(scales.c, eg, Exponent::stored(eq[n]), r));
       }
       const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
       const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
@@ -537,6 +541,15 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
                       codes);
       }
 
+      // Statistics of the next step are read before the block: while it runs, the tensor cores take
+      // all of shared memory's bandwidth.
+      tile::RingPosition<kStatsStages> next_stats = stats_at;
+      next_stats.advance();
+      if (i + 1 < total) {
+        shared.stats_ring.wait_full(next_stats);
+        pairs.load(shared.stats[next_stats.stage], quad_lane);
+        flags = shared.stats[next_stats.stage].facts.flags;
+      }
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
       const std::uint64_t gt =
@@ -552,15 +565,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       ptx::wgmma_commit_group();
       // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
-      // In the shadow of the block.
       __syncwarp();
       if (leader) ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
-      stats_at.advance();
-      if (i + 1 < total) {
-        shared.stats_ring.wait_full(stats_at);
-        pairs.load(shared.stats[stats_at.stage], quad_lane);
-        flags = shared.stats[stats_at.stage].facts.flags;
-      }
+      stats_at = next_stats;
       if (++step == steps_end) step = work.visits.begin;
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
@@ -579,12 +586,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const float c_scale = keep_dv ? stages::output_factor(exponent_of(c_now)) : 0.0f;
     const float r_scale = keep_dk ? stages::factor(exponent_of(r_now)) : 0.0f;
     sums(false).finish(dv, {c_scale, c_scale}, dv_started);
-    store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head,
-                                  work.document.k_token, row, work.document.k_len);
+    store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
+                                  row, work.document.k_len);
     sums(true).finish(dk, {r_scale, r_scale}, dk_started);
     finish_rotated(dk, params.softmax_scale, params.rotate);
-    store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head,
-                                  work.document.k_token, row, work.document.k_len);
+    store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
+                                  row, work.document.k_len);
     // The next item's promotions write the staging memory of all warps.
     ptx::named_barrier_sync(1 + consumer, 128);
     if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));

@@ -7,8 +7,8 @@ namespace mxattn::kernels::sm90 {
 void launch_backward_dkv(const BackwardParams& params, int num_ctas, cudaStream_t stream) {
   constexpr int kShared = sizeof(dkv::SharedStorage);
   static_assert(kShared <= 232448, "a CTA has 227 KB of shared memory");
-  MXATTN_CUDA_CHECK(cudaFuncSetAttribute(
-      dkv::dkv_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  MXATTN_CUDA_CHECK(
+      cudaFuncSetAttribute(dkv::dkv_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   MXATTN_CUDA_CHECK(cudaMemsetAsync(params.next_item, 0, sizeof(int), stream));
   dkv::dkv_kernel<<<num_ctas, dkv::Config::kThreads, kShared, stream>>>(params);
   MXATTN_CUDA_CHECK(cudaGetLastError());

@@ -6,6 +6,7 @@
 //   block t:  dQ += dS(t) K(t)   S(t+1) = Q K(t+1)^T   dP(t+1) = G V(t+1)^T
 //   phase t:  dS of tile t from S, dP; nothing in flight
 //
+// A turn passes between the two, so that one is in its phase while the other is in its block.
 // dQ stays in the tensor core's accumulators, a power of two r_i a row, and is added to an FP32 sum
 // at fixed places. Row constants live in registers, so the phase of a uniform tile loads nothing.
 #pragma once
@@ -14,6 +15,7 @@
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
 #include "kernels/sm90/registers.h"
+#include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
@@ -44,11 +46,11 @@ static_assert(kExponentSlots >= Config::kStages + 2);
 
 /// What rarely matters of a query row: kept in shared memory, where it costs no register.
 struct RowFacts {
-  Range visible;     // keys; empty for rows past the document's end
+  Range visible;  // keys; empty for rows past the document's end
   int mu;
-  float delta;       // D
+  float delta;                 // D
   std::int8_t eq, eg, ng, no;  // stored bytes
-  std::int32_t r;    // of the accumulator; kNoScale before the first chunk that the row sees
+  std::int32_t r;  // of the accumulator; kNoScale before the first chunk that the row sees
 };
 
 struct alignas(1024) SharedStorage {
@@ -67,10 +69,12 @@ struct alignas(1024) SharedStorage {
   // needs block t + 1 to be over.
   alignas(16) std::int8_t ek[kExponentSlots][kKeyTile];
   alignas(16) std::int8_t ev[kExponentSlots][kKeyTile];
-  // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its own 16.
+  // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its
+  // own 16.
   float4 staging[Config::kConsumers][64 * Config::kDim / 4];
-  RowFacts rows[Config::kRows];  // written and read by the quad of the row
-  Work work[2];  // the item at hand and the next
+  RowFacts rows[Config::kRows];     // written and read by the quad of the row
+  Work work[2];                     // the item at hand and the next
+  Range whole[Config::kConsumers];  // the producer's own: tiles whose keys all rows see
   tile::RingBarriers<2> work_ring;
   tile::RingBarriers<1> query_ring;  // Q and G
   tile::RingBarriers<Config::kStages> operand_ring;
@@ -118,9 +122,11 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
   tile::RingPosition<Config::kStages> at;
   std::uint32_t tile_number = 0;
   while (true) {
-    const Work work = take_work<false>(params);
+    const Work taken = take_work<false>(params);
     shared.work_ring.wait_empty(work_at);
-    shared.work[work_at.stage] = work;
+    // Read back where it is needed: the loop has few registers.
+    Work& work = shared.work[work_at.stage];
+    work = taken;
     ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
     work_at.advance();
     if (work.last) return;
@@ -136,8 +142,8 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
     query_at.advance();
     if (work.visits.empty()) continue;
 
-    const Range whole0 = whole_tiles(params.mask, d, work.item.first);
-    const Range whole1 = whole_tiles(params.mask, d, work.item.first + 64);
+    shared.whole[0] = whole_tiles(params.mask, d, work.item.first);
+    shared.whole[1] = whole_tiles(params.mask, d, work.item.first + 64);
     for (int t = work.visits.begin - 1; t < work.visits.end; ++t) {
       // Rows of tile t + 1, transpose of tile t.
       const int next = t + 1;
@@ -159,7 +165,7 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
                  : whole.contains(next) ? Phase::kPlain
                                         : Phase::kMasked;
         };
-        facts = TileFacts::pack(ek, ev, rare, phase(whole0), phase(whole1));
+        facts = TileFacts::pack(ek, ev, rare, phase(shared.whole[0]), phase(shared.whole[1]));
         // The last tile of the last document may end before 128 slots do.
         if (not uniform) {
           bytes = static_cast<int>(
@@ -170,9 +176,8 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
       auto& stage = shared.stages[at.stage];
       const std::uint32_t full = shared.operand_ring.full_at(at.stage);
       shared.facts[at.stage] = facts;
-      ptx::mbarrier_arrive_expect(
-          full, (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
-                    (transposes ? sizeof(stage.k_transposed) : 0));
+      ptx::mbarrier_arrive_expect(full, (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
+                                            (transposes ? sizeof(stage.k_transposed) : 0));
       if (rows) {
         ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
                             work.key_head, full);
@@ -229,6 +234,7 @@ __device__ __forceinline__ bool sees(Range keys, int key) {
 }
 
 using Codes = std::uint32_t[4][4];
+using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
 
 /// Phase of a tile whose keys share EK and EV.
 template <bool kMasked>
@@ -326,10 +332,11 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
+  PhaseTurn::open(consumer);
   while (true) {
     shared.work_ring.wait_full(work_at);
     const Work& work = shared.work[work_at.stage];
-    if (work.last) return;
+    if (work.last) break;
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
 
@@ -425,8 +432,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           }
         }
         if (keep and stages::promotes_dq(t, consumer)) {
-          sums().promote(dq,
-                         {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))},
+          sums().promote(dq, {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))},
                          started);
           started = true;
           keep = 0;
@@ -434,13 +440,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         facts_now = facts;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          set_factors(factors, h, rows[8 * h],
-                      Exponent::stored(TileFacts::ek(facts)),
+          set_factors(factors, h, rows[8 * h], Exponent::stored(TileFacts::ek(facts)),
                       Exponent::stored(TileFacts::ev(facts)), params.score_scale);
         }
       }
 
       Codes codes;
+      PhaseTurn::take(consumer);
       const Phase phase = TileFacts::phase(facts, consumer);
       if (phase == Phase::kPlain) {
         phase_uniform<false>(s, dp, factors, rows, first_key, codes);
@@ -451,7 +457,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
                       shared.ev[tile_number % kExponentSlots], params.score_scale, codes);
       }
       ++tile_number;
-
+      PhaseTurn::pass(consumer);
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
       const std::uint64_t kt =
@@ -483,13 +489,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
     store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
-                                  work.item.first + 64 * consumer + 16 * warp,
-                                  work.document.q_len);
+                                  work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
     // The next item's promotions write the staging memory of all warps.
     ptx::named_barrier_sync(1 + consumer, 128);
     if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
     work_at.advance();
   }
+  PhaseTurn::close(consumer);
 }
 
 __global__ void __launch_bounds__(Config::kThreads, 1)

@@ -54,10 +54,10 @@ struct ForwardParams {
   std::int64_t q_slots = 0;
   std::int64_t k_slots = 0;
 
-  TensorView<std::uint16_t> out;            // BF16 (total_q, heads_q, d)
-  float* lse = nullptr;                     // (heads_q, total_q)
-  std::int32_t* row_reference = nullptr;    // mu (heads_q, total_q)
-  float* row_sum = nullptr;                 // L (heads_q, total_q)
+  TensorView<std::uint16_t> out;          // BF16 (total_q, heads_q, d)
+  float* lse = nullptr;                   // (heads_q, total_q)
+  std::int32_t* row_reference = nullptr;  // mu (heads_q, total_q)
+  float* row_sum = nullptr;               // L (heads_q, total_q)
   std::int64_t total_q = 0;
   int heads_k = 1;
   int queries_per_key_head = 1;

@@ -18,6 +18,7 @@
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
 #include "kernels/sm90/forward/config.h"
+#include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
@@ -53,8 +54,8 @@ struct alignas(1024) SharedStorage {
     std::uint8_t v[Config::kDim * kKeyTile];
     std::uint8_t ones[8 * kKeyTile];  // rows d..d+7 of V^T; written once
   } stages[Config::kStages];
-  std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
-  std::uint32_t facts[Config::kStages];  // beside each key tile: TileFacts
+  std::uint16_t out[Config::kRows * Config::kDim];        // epilogue, each warp its own 16 rows
+  std::uint32_t facts[Config::kStages];                   // beside each key tile: TileFacts
   alignas(16) std::int8_t ek[Config::kStages][kKeyTile];  // of tiles that are not uniform
   alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
   RowFacts rows[Config::kRows];  // written and read by the quad of the row
@@ -117,16 +118,18 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
   tile::RingPosition<Config::kStages> kv_at;
   while (true) {
     // The queries, and what their item is about.
-    const Work work = take_work<false>(params);
+    const Work taken = take_work<false>(params);
     shared.q_ring.wait_empty(q_at);
-    shared.work[q_at.stage] = work;
+    // Read back where it is needed: the loop has few registers.
+    Work& work = shared.work[q_at.stage];
+    work = taken;
     const std::uint32_t q_full = shared.q_ring.full_at(q_at.stage);
     if (work.last) {
       ptx::mbarrier_arrive(q_full);
       return;
     }
-    const std::int64_t query = work.item.head * params.q_slots + work.document.q_slot +
-                               work.item.first;
+    const std::int64_t query =
+        work.item.head * params.q_slots + work.document.q_slot + work.item.first;
     // The last rows of the last document may end before kRows slots do.
     const int eq_bytes = static_cast<int>(
         min(std::int64_t{Config::kRows},
@@ -145,8 +148,7 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
     const TileScope scope1(params.mask, work.document, work.item.first + 64);
     for (int t = work.visits.end - 1; t >= work.visits.begin; --t) {
       const std::int64_t offset = row + t * kKeyTile;
-      const std::int64_t last =
-          offset + min(kKeyTile, work.document.k_len - t * kKeyTile) - 1;
+      const std::int64_t last = offset + min(kKeyTile, work.document.k_len - t * kKeyTile) - 1;
       // Running exponents never decrease: their ends tell whether all are equal. The plain step
       // takes the score of the maximum for the maximum of the scores.
       const std::int8_t ek = params.k_exponents[offset], ev = params.v_exponents[offset];
@@ -159,10 +161,9 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
       shared.facts[kv_at.stage] =
           TileFacts::pack(ek, ev, scope0.step(t, uniform), scope1.step(t, uniform));
       // The last tile of the last document may end before 128 slots do.
-      const int bytes =
-          uniform ? 0
-                  : static_cast<int>(
-                        min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
+      const int bytes = uniform ? 0
+                                : static_cast<int>(min(std::int64_t{kKeyTile},
+                                                       params.heads_k * params.k_slots - offset));
       ptx::mbarrier_arrive_expect(full, sizeof(stage.k) + sizeof(stage.v) + 2 * bytes);
       ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot, work.key_head, full);
       ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, slot, 0, work.key_head, full);
@@ -179,7 +180,7 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
 
 // ---- consumers --------------------------------------------------------------------------------
 
-inline constexpr int kNoUnit = -1000;  // no byte
+inline constexpr int kNoUnit = -1000;               // no byte
 inline constexpr std::uint32_t kNoFacts = 0x8080u;  // exponents that no token has
 
 /// What a thread keeps of its two query rows over the key tiles.
@@ -214,9 +215,8 @@ struct Rows {
       l[r] = 0.0f;
       unit[r] = kNoUnit;
       const bool valid = row < d.q_len;
-      facts[8 * r] = {
-          valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0},
-          valid ? eq[row - work.item.first] : 0};
+      facts[8 * r] = {valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0},
+                      valid ? eq[row - work.item.first] : 0};
     }
   }
 };
@@ -244,15 +244,8 @@ struct KeyTile {
   std::uint32_t next_low;  // of the next tile
 };
 
-/// The turn: one warpgroup at a time is in its exponentials.
 template <class Config>
-__device__ __forceinline__ void take_turn(int consumer) {
-  ptx::named_barrier_sync(1 + consumer, 128 * Config::kConsumers);
-}
-template <class Config>
-__device__ __forceinline__ void pass_turn(int consumer) {
-  ptx::named_barrier_arrive(1 + (consumer + 1) % Config::kConsumers, 128 * Config::kConsumers);
-}
+using SoftmaxTurn = Turn<Config::kConsumers, 1>;
 
 template <class Config>
 using Layout = tile::Descriptor<Config::kSwizzle>;
@@ -278,8 +271,8 @@ __device__ __forceinline__ void issue_values(float (&t)[Config::kPartials],
                                              const std::uint32_t (&codes)[4], const KeyTile& tile,
                                              int quarter) {
   using Values = ptx::WgmmaE4m3<Config::kValueColumns>;
-  const std::uint64_t v = Layout<Config>::whole(
-      tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit) +
+  const std::uint64_t v =
+      Layout<Config>::whole(tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit) +
       quarter * tile::kDescriptorStepK32;
   ptx::wgmma_fence();
   if (quarter == 0) {
@@ -289,7 +282,6 @@ __device__ __forceinline__ void issue_values(float (&t)[Config::kPartials],
   }
   ptx::wgmma_commit_group();
 }
-
 
 __device__ __forceinline__ bool sees(Range keys, int key) {
   return keys.begin <= key and key < keys.end;
@@ -301,9 +293,9 @@ __device__ __forceinline__ Exponent last_visible_exponent(const std::int8_t* ev,
   return Exponent::stored(ev[max(min(visible.end, begin + kKeyTile) - 1 - begin, 0)]);
 }
 
-/// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row. In a tile
-/// that shows every row a key (kMasked false), m_new is finite and equal maxima give 2^0 = 1 by
-/// themselves.
+/// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row. In a
+/// tile that shows every row a key (kMasked false), m_new is finite and equal maxima give 2^0 = 1
+/// by themselves.
 template <class Config, bool kMasked>
 __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&top)[2],
                                               float (&alpha)[2]) {
@@ -316,7 +308,8 @@ __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&
   }
 }
 
-/// T = T 2^(c - unit), for rows whose unit is another; the first tile that a row sees sets its unit.
+/// T = T 2^(c - unit), for rows whose unit is another; the first tile that a row sees sets its
+/// unit.
 template <class Config>
 __device__ __forceinline__ void to_units(Rows<Config>& rows, float (&t)[Config::kPartials],
                                          const Exponent (&c)[2], const bool (&saw)[2]) {
@@ -347,12 +340,12 @@ __device__ __forceinline__ bool sees_any(Range visible, int begin) {
   return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
 }
 
-/// Step of a tile whose keys share EK and EV: no factor in the loop. Needs score_scale >= 0, so that
-/// the maximum of the scores is the score of the maximum.
+/// Step of a tile whose keys share EK and EV: no factor in the loop. Needs score_scale >= 0, so
+/// that the maximum of the scores is the score of the maximum.
 template <class Config, bool kMasked>
 __device__ __forceinline__ void step_uniform(Rows<Config>& rows, float (&s)[64],
                                              const KeyTile& tile, int consumer) {
-  take_turn<Config>(consumer);
+  SoftmaxTurn<Config>::take(consumer);
   // Columns of the tile that each row sees, counted from the thread's first.
   Range seen[2];
   if constexpr (kMasked) {
@@ -378,8 +371,8 @@ __device__ __forceinline__ void step_uniform(Rows<Config>& rows, float (&s)[64],
   float top[2], alpha[2], addend[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float raw = tile::quad_max(
-        fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3])));
+    const float raw =
+        tile::quad_max(fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3])));
     top[r] = stages::score<DeviceOps>(raw, rows.a[r]);
     // 0 times infinity, where the softmax scale is 0.
     if (kMasked and raw == -kInfinity) top[r] = -kInfinity;
@@ -403,7 +396,7 @@ __device__ __forceinline__ void step_uniform(Rows<Config>& rows, float (&s)[64],
     tile::pack_operand(codes[g], s + 16 * g);
     issue_values<Config>(t, codes[g], tile, g);
   }
-  pass_turn<Config>(consumer);
+  SoftmaxTurn<Config>::pass(consumer);
   // The next scores are multiplied while T is added to O.
   issue_scores<Config>(s, tile.q_low, tile.next_low);
   ptx::wgmma_wait_group<1>();
@@ -425,7 +418,7 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
                                              const KeyTile& tile, int consumer,
                                              const SharedStorage<Config>& shared,
                                              float score_scale) {
-  take_turn<Config>(consumer);
+  SoftmaxTurn<Config>::take(consumer);
   const std::int8_t* const ek = shared.ek[tile.stage];
   const std::int8_t* const ev = shared.ev[tile.stage];
   const int column = 2 * (threadIdx.x % 4);
@@ -494,7 +487,7 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
     ptx::pin(t);
     ptx::pin(sums);
   }
-  pass_turn<Config>(consumer);
+  SoftmaxTurn<Config>::pass(consumer);
   to_units(rows, t, c, saw);
   promote(rows, t, {sums[0], sums[2]}, alpha);
   ptx::wgmma_fence();
@@ -504,8 +497,7 @@ __device__ __forceinline__ void step_general(Rows<Config>& rows, float (&s)[64],
 /// O, LSE, mu and L of the thread's rows; rows of the document only are written.
 template <class Config>
 __device__ __forceinline__ void store(const ForwardParams& params, const Work& work,
-                                      Rows<Config>& rows, int first_row,
-                                      std::uint16_t* staging) {
+                                      Rows<Config>& rows, int first_row, std::uint16_t* staging) {
   const int lane = threadIdx.x % 32;
   const int warp_row = first_row + tile::fragment_row(threadIdx.x % 128 - lane, 0);
   const std::int64_t stats = work.item.head * params.total_q + work.document.q_token;
@@ -531,20 +523,19 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
       params.row_reference[stats + row] = static_cast<int>(mu);
       params.row_sum[stats + row] = sum;
       params.lse[stats + row] =
-          keyless ? -kInfinity
-                  : stages::log_sum_exp<DeviceOps>(finite ? rows.m[r] : 0.0f, l);
+          keyless ? -kInfinity : stages::log_sum_exp<DeviceOps>(finite ? rows.m[r] : 0.0f, l);
     }
   }
 
-  store_warp_rows<Config::kDim>(rows.o, staging, params.out, work.item.head,
-                                work.document.q_token, warp_row, work.document.q_len);
+  store_warp_rows<Config::kDim>(rows.o, staging, params.out, work.item.head, work.document.q_token,
+                                warp_row, work.document.q_len);
 }
 
 template <class Config>
 __device__ void attend(const ForwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int warp = (threadIdx.x / 32) % 4;
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
-  if (consumer == Config::kConsumers - 1) pass_turn<Config>(consumer);
+  SoftmaxTurn<Config>::open(consumer);
 
   constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
   const std::uint32_t q_base = ptx::opaque(
@@ -599,8 +590,8 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       } else if (step == Step::kGeneral) {
         step_general(rows, s, tile, consumer, shared, params.score_scale);
       } else {
-        take_turn<Config>(consumer);
-        pass_turn<Config>(consumer);
+        SoftmaxTurn<Config>::take(consumer);
+        SoftmaxTurn<Config>::pass(consumer);
         ptx::wgmma_fence();
         issue_scores<Config>(s, tile.q_low, tile.next_low);
       }
@@ -616,8 +607,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
     q_at.advance();
   }
-  // Takes the turn that the other warpgroup handed over last.
-  if (consumer == 0) take_turn<Config>(consumer);
+  SoftmaxTurn<Config>::close(consumer);
 }
 
 template <class Config>
