@@ -140,11 +140,17 @@ class CudnnCase(Case):
             inputs = {name: tensor(self.fp8[name]) for name in "qkv"}
             inputs |= {f"descale_{name}": tensor(self.descale[name]) for name in "qkvs"}
             inputs |= {f"scale_{name}": tensor(self.scale[name]) for name in "so"}
-            nodes = graph.sdpa_fp8(**inputs, generate_stats=True, **self.mask())
+            nodes = graph.sdpa_fp8(**inputs, generate_stats=True, **self.mask(), **choice)
             outputs = (self.fp8["o"], self.stats, self.amax["s"], self.amax["o"])
             return zip(nodes, outputs, strict=True)
 
-        return self.build(define)
+        choice = {}
+        try:
+            return self.build(define)
+        except cudnn.cudnnGraphNotSupportedError:
+            # Newer versions prefer a node that not every device has.
+            choice["implementation"] = cudnn.attention_implementation.COMPOSITE
+            return self.build(define)
 
     def build_backward(self):
         def define(graph, tensor):

@@ -65,9 +65,8 @@ def varlen(w: Workload, x: Inputs) -> Case:
         raise Refused("this version of varlen_attn has no sliding window")
     else:
         options["is_causal"] = w.causal
-    if w.heads_q != w.heads_k:
-        if "enable_gqa" not in takes:
-            raise Refused("this version of varlen_attn has no GQA")
+    # Versions without the option take fewer heads of keys as they are.
+    if w.heads_q != w.heads_k and "enable_gqa" in takes:
         options["enable_gqa"] = True
     cu, longest = cu_seqlens(w), max(w.lengths)
 
