@@ -71,6 +71,7 @@ class Run:
         self.machine = {
             "system": platform.platform(),
             "clocks_before": card(),
+            "clocks_during": {},  # right after the last repeat of a workload
             "versions": {},
             "repeats": ROUNDS * options.repeats,
             "rounds": ROUNDS,
@@ -173,6 +174,7 @@ class Run:
                 equal[impl] &= answer["equal"]
                 for piece, values in answer["samples"].items():
                     samples[impl].setdefault(piece, []).extend(values)
+        self.machine["clocks_during"][w.name] = card()
         for impl, pieces in samples.items():
             self.workers[impl].send("finish")
             self.keep(w, impl, prepared[impl], pieces, equal[impl])
