@@ -50,6 +50,14 @@ void prepare_gradient(const Recipe& recipe, const Mask& mask,
                       const TensorView<const std::uint16_t>& dout, const float* row_sum,
                       const Pack& pack, int threads, const GradientState& state);
 
+/// The same for `queries` of one document and head: row i of `state`, whose operand has one head
+/// and at least queries.size() slots, takes query queries.begin + i.
+void prepare_gradient_rows(const Recipe& recipe, const Mask& mask,
+                           const TensorView<const std::uint16_t>& out,
+                           const TensorView<const std::uint16_t>& dout, const float* row_sum,
+                           const Document& document, int head, Range queries,
+                           const GradientState& state);
+
 /// Restored values, (tokens, heads, dim); NaN where the exponent is NaN, 0 outside documents. The
 /// rotation is undone if `rotate_back` (a caller passes is_rotated()).
 void restore(const Operand& operand, Role role, const Pack& pack, bool rotate_back, int threads,

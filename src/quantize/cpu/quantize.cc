@@ -86,17 +86,22 @@ void for_each(int heads, const std::vector<Chunk>& chunks, int threads, const Bo
   }
 }
 
-/// Writes gap slots of an operand as zero tokens.
-void clear_gaps(const Operand& out, const std::vector<Gap>& gaps, int exponent) {
-  for (int head = 0; head < out.heads; ++head) {
-    for (const Gap& gap : gaps) {
-      const auto count = static_cast<std::size_t>(gap.end - gap.begin);
-      std::memset(out.row(head, gap.begin), 0, count * static_cast<std::size_t>(out.dim));
-      std::memset(out.exponents_of(head) + gap.begin, exponent, count);
-      if (out.norms == nullptr) continue;
-      std::memset(out.norms_of(head) + gap.begin, stages::kNormExponentMin, count);
-    }
-  }
+/// Writes slots of one head of an operand as zero tokens.
+void clear_slots(const Operand& out, int head, const Gap& gap, int exponent) {
+  const auto count = static_cast<std::size_t>(gap.end - gap.begin);
+  std::memset(out.row(head, gap.begin), 0, count * static_cast<std::size_t>(out.dim));
+  std::memset(out.exponents_of(head) + gap.begin, exponent, count);
+  if (out.norms == nullptr) return;
+  std::memset(out.norms_of(head) + gap.begin, stages::kNormExponentMin, count);
+}
+
+/// The same for what the backward prepares.
+void clear_slots(const GradientState& state, int head, const Gap& gap) {
+  clear_slots(state.g, head, gap, stages::kTokenExponentMin);
+  const std::int64_t at = head * state.g.slots + gap.begin;
+  const std::int64_t count = gap.end - gap.begin;
+  std::memset(state.output_norms + at, stages::kNormExponentMin, static_cast<std::size_t>(count));
+  std::fill_n(state.delta + at, count, 0.0f);
 }
 
 /// Exponents of single tokens to exponents of the scale group, in place, for one document.
@@ -173,7 +178,11 @@ void quantize(const Recipe& recipe, Role role, const TensorView<const std::uint1
                       out.exponents_of(head) + chunk.slot, tensor_scale, out.row(head, chunk.slot),
                       out.norms == nullptr ? nullptr : out.norms_of(head) + chunk.slot);
   });
-  clear_gaps(out, slot_gaps(side, out.slots), whole_tensor ? 0 : stages::kTokenExponentMin);
+  for (const Gap& gap : slot_gaps(side, out.slots)) {
+    for (int head = 0; head < out.heads; ++head) {
+      clear_slots(out, head, gap, whole_tensor ? 0 : stages::kTokenExponentMin);
+    }
+  }
 }
 
 void prepare_gradient(const Recipe& recipe, const Mask& mask,
@@ -189,45 +198,46 @@ void prepare_gradient(const Recipe& recipe, const Mask& mask,
   MXATTN_CHECK(out.tokens == side.total and dout.tokens == side.total, out.tokens, " and ",
                dout.tokens, " tokens, the pack has ", side.total);
 
-  const auto clear = [&](int head, std::int64_t slot, std::int64_t count) {
-    std::memset(state.output_norms + head * g.slots + slot, stages::kNormExponentMin,
-                static_cast<std::size_t>(count));
-    std::fill_n(state.delta + head * g.slots + slot, count, 0.0f);
-  };
   for_each(dout.heads, side.chunks, threads, [&](int head, const Chunk& chunk, std::int64_t) {
-    // A mask is a band aligned at the bottom right: rows that see no key come first.
-    const Document& document = *chunk.document;
-    int keyless = 0;
-    while (keyless < chunk.count and
-           visible_keys(mask, document.q_len, document.k_len, chunk.first + keyless).empty()) {
-      ++keyless;
-    }
-    Operand one_head = g;
-    one_head.heads = 1;
-    one_head.codes = g.row(head, 0);
-    one_head.exponents = g.exponents_of(head);
-    one_head.norms = g.norms_of(head);
-    clear_gaps(one_head, {{chunk.slot, chunk.slot + keyless}}, stages::kTokenExponentMin);
-    clear(head, chunk.slot, keyless);
-
-    const std::int64_t slot = chunk.slot + keyless;
-    const std::int64_t token = chunk.token + keyless;
-    rows::gradient_rows(rows_of(dout, head, token, chunk.count - keyless, false),
-                        rows_of(out, head, token, chunk.count - keyless, false),
-                        recipe.exponent_rule,
-                        {.row_sum = row_sum + head * side.total + token,
-                         .codes = g.row(head, slot),
-                         .exponents = g.exponents_of(head) + slot,
-                         .norms = g.norms_of(head) + slot,
-                         .output_norms = state.output_norms + head * g.slots + slot,
-                         .delta = state.delta + head * g.slots + slot});
+    const std::int64_t at = head * g.slots + chunk.slot;
+    GradientState rows{.g = g, .output_norms = state.output_norms + at, .delta = state.delta + at};
+    rows.g.codes = g.row(head, chunk.slot);
+    rows.g.exponents = g.exponents + at;
+    rows.g.norms = g.norms + at;
+    rows.g.slots = chunk.count;
+    rows.g.heads = 1;
+    prepare_gradient_rows(recipe, mask, out, dout, row_sum, *chunk.document, head,
+                          {chunk.first, chunk.first + chunk.count}, rows);
   });
-
-  const std::vector<Gap> gaps = slot_gaps(side, g.slots);
-  clear_gaps(g, gaps, stages::kTokenExponentMin);
-  for (int head = 0; head < g.heads; ++head) {
-    for (const Gap& gap : gaps) clear(head, gap.begin, gap.end - gap.begin);
+  for (const Gap& gap : slot_gaps(side, g.slots)) {
+    for (int head = 0; head < g.heads; ++head) clear_slots(state, head, gap);
   }
+}
+
+void prepare_gradient_rows(const Recipe& recipe, const Mask& mask,
+                           const TensorView<const std::uint16_t>& out,
+                           const TensorView<const std::uint16_t>& dout, const float* row_sum,
+                           const Document& document, int head, Range queries,
+                           const GradientState& state) {
+  // A mask is a band aligned at the bottom right: rows that see no key come first.
+  int first = queries.begin;
+  while (first < queries.end and
+         visible_keys(mask, document.q_len, document.k_len, first).empty()) {
+    ++first;
+  }
+  const std::int64_t keyless = first - queries.begin;
+  clear_slots(state, 0, {0, keyless});
+
+  const std::int64_t token = document.q_token + first;
+  const int count = queries.end - first;
+  rows::gradient_rows(rows_of(dout, head, token, count, false),
+                      rows_of(out, head, token, count, false), recipe.exponent_rule,
+                      {.row_sum = row_sum + head * dout.tokens + token,
+                       .codes = state.g.row(0, keyless),
+                       .exponents = state.g.exponents + keyless,
+                       .norms = state.g.norms + keyless,
+                       .output_norms = state.output_norms + keyless,
+                       .delta = state.delta + keyless});
 }
 
 void restore(const Operand& operand, Role role, const Pack& pack, bool rotate_back, int threads,
