@@ -3,27 +3,21 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
-#include "formats/bf16.h"
+#include "kernels/cpu/faithful_gradient.h"
 #include "kernels/cpu/faithful_items.h"
 #include "kernels/cpu/sm90_mma.h"
 #include "kernels/cpu/tile_gemm.h"
 #include "plan/plan.h"
-#include "quantize/quantize.h"
-#include "recipe/stages.h"
 
 namespace mxattn::kernels {
 namespace {
 
-using cpu::Gradient;
 using cpu::Item;
-using cpu::QueryTileMaxima;
-using stages::Exponent;
 
 std::string supports(const Problem& problem) {
   if (cpu::item_functions(problem.recipe) == nullptr or
@@ -39,15 +33,6 @@ std::string supports(const Problem& problem) {
     return "the model of the FP8 accumulator takes FP8 operands only";
   }
   return {};
-}
-
-/// Query tiles before each document, and of all.
-std::vector<std::int64_t> first_tiles(const Pack& pack) {
-  std::vector<std::int64_t> first{0};
-  for (const Document& document : pack.documents) {
-    first.push_back(first.back() + (document.q_len + cpu::kTile - 1) / cpu::kTile);
-  }
-  return first;
 }
 
 plan::Plan make_plan(const Problem& problem, plan::Pass pass) {
@@ -70,7 +55,7 @@ template <class Body>
 void for_each_item(const Problem& problem, plan::Pass pass, const Body& body) {
   const plan::Plan own = problem.plans == nullptr ? make_plan(problem, pass) : plan::Plan{};
   const plan::Plan& plan = problem.plans == nullptr ? own : problem.plans->of(pass);
-  const std::vector<std::int64_t> tiles = first_tiles(*problem.pack);
+  const std::vector<std::int64_t> tiles = cpu::first_tiles(*problem.pack);
   const auto num_items = static_cast<std::int64_t>(plan.items.size());
   const int threads =
       static_cast<int>(std::clamp<std::int64_t>(num_items, 1, std::max(problem.threads, 1)));
@@ -133,96 +118,11 @@ void forward(const Problem& problem, const ForwardArgs& args) {
   });
 }
 
-/// Maxima of a query tile for the scale of dS in the dK/dV pass.
-QueryTileMaxima maxima_of(const GradientState& gradient, const Operand& q, int head,
-                          std::int64_t slot, int count) {
-  QueryTileMaxima tile;
-  const std::uint8_t* const codes = gradient.g.row(head, slot);
-  tile.live = std::any_of(codes, codes + static_cast<std::ptrdiff_t>(count) * gradient.g.dim,
-                          [](std::uint8_t code) { return (code & 0x7F) != 0; });
-  const std::int8_t* const eg = gradient.g.exponents_of(head) + slot;
-  const std::int8_t* const ng = gradient.g.norms_of(head) + slot;
-  const std::int8_t* const eq = q.exponents_of(head) + slot;
-  const std::int8_t* const no = gradient.output_norms + head * gradient.g.slots + slot;
-  for (int i = 0; i < count; ++i) {
-    const Exponent bound = Exponent::stored(ng[i]) + Exponent::stored(eq[i]);
-    tile.scales.c = max(tile.scales.c, Exponent::stored(eg[i]));
-    tile.scales.b = max(tile.scales.b, bound);
-    // The norm exponent of a row O = 0.
-    if (no[i] == stages::kNormExponentMin) continue;
-    tile.scales.a = max(tile.scales.a, bound + Exponent::stored(no[i]));
-  }
-  return tile;
-}
-
-/// D of a recipe that keeps dO plain: sums over channels in the order of the quantiser.
-float plain_delta(const Bf16Bits* out, const Bf16Bits* dout, int dim) {
-  float chain[4] = {0, 0, 0, 0};
-  for (int c = 0; c < dim; ++c) {
-    chain[c % 4] = fma_rn(bf16_to_float(dout[c]), bf16_to_float(out[c]), chain[c % 4]);
-  }
-  return add_rn(add_rn(chain[0], chain[1]), add_rn(chain[2], chain[3]));
-}
-
-void plain_deltas(const Problem& problem, const BackwardArgs& args, float* delta) {
-  const Pack& pack = *problem.pack;
-  const auto documents = static_cast<std::int64_t>(pack.documents.size());
-#pragma omp parallel for num_threads(problem.threads) schedule(dynamic) if (problem.threads > 1)
-  for (std::int64_t i = 0; i < documents * problem.heads_q; ++i) {
-    const Document& document = pack.documents[static_cast<std::size_t>(i % documents)];
-    const int head = static_cast<int>(i / documents);
-    float* const row = delta + head * pack.q_slots + document.q_slot;
-    for (int t = 0; t < document.q_len; ++t) {
-      row[t] = plain_delta(args.out.row(document.q_token + t, head),
-                           args.dout.row(document.q_token + t, head), problem.dim);
-    }
-  }
-}
-
 void backward(const Problem& problem, const BackwardArgs& args) {
   const cpu::ItemFunctions& functions = *cpu::item_functions(problem.recipe);
   const Pack& pack = *problem.pack;
-  const auto rows = static_cast<std::size_t>(pack.q_slots) * problem.heads_q;
-  const std::vector<std::int64_t> tiles = first_tiles(pack);
-
-  cpu::Buffer<float> delta(rows);
-  cpu::Buffer<std::uint8_t> codes;
-  std::vector<std::int8_t> exponents, norms, output_norms;
-  std::vector<QueryTileMaxima> maxima;
-  Gradient gradient;
-  gradient.state.delta = delta.get();
-  gradient.tiles = tiles.back();
-  if (problem.recipe.gradient == GradientOperand::kPlain) {
-    plain_deltas(problem, args, delta.get());
-  } else {
-    codes = cpu::Buffer<std::uint8_t>(rows * problem.dim);
-    exponents.resize(rows);
-    norms.resize(rows);
-    output_norms.resize(rows);
-    gradient.state.g = {.codes = codes.get(),
-                        .exponents = exponents.data(),
-                        .norms = norms.data(),
-                        .slots = pack.q_slots,
-                        .heads = problem.heads_q,
-                        .dim = problem.dim};
-    gradient.state.output_norms = output_norms.data();
-    prepare_gradient(problem.recipe, problem.mask, args.out, args.dout, args.state.row_sum, pack,
-                     problem.threads, gradient.state);
-    maxima.resize(static_cast<std::size_t>(tiles.back()) * problem.heads_q);
-    gradient.maxima = maxima.data();
-#pragma omp parallel for num_threads(problem.threads) if (problem.threads > 1)
-    for (int head = 0; head < problem.heads_q; ++head) {
-      for (std::size_t i = 0; i < pack.documents.size(); ++i) {
-        const Document& document = pack.documents[i];
-        QueryTileMaxima* tile = maxima.data() + head * tiles.back() + tiles[i];
-        for (int first = 0; first < document.q_len; first += cpu::kTile) {
-          *tile++ = maxima_of(gradient.state, args.state.q, head, document.q_slot + first,
-                              std::min(cpu::kTile, document.q_len - first));
-        }
-      }
-    }
-  }
-
+  // NOTE: the gradient lies in dq until the dQ pass, which therefore comes last.
+  const cpu::Gradient gradient(problem, args);
   for_each_item(problem, plan::Pass::kDkv, [&](const Item& item, std::byte* scratch) {
     functions.dkv(item, args, gradient, scratch);
   });

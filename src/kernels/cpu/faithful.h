@@ -10,7 +10,9 @@
 namespace mxattn::kernels {
 
 /// Runs fp8, mxfp8, mxfp8_token, mxfp8_floor, fp8_ds_row, fp8_integer_ref and bf16 with d <= 256.
-/// Scratch memory is O(threads); the backward also holds the quantised gradient.
+/// Memory beyond inputs, outputs and the state is O(threads), and small tables with an entry per
+/// item or per query tile and head: the backward keeps the quantised gradient in dq until it writes
+/// dQ there.
 const Backend& faithful_backend();
 
 }  // namespace mxattn::kernels

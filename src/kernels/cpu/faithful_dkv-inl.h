@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "base/numeric.h"
+#include "kernels/cpu/faithful_gradient.h"
 #include "kernels/cpu/faithful_items.h"
 #include "kernels/cpu/faithful_tiles.h"
 #include "kernels/cpu/fp32_ops.h"
@@ -167,7 +168,7 @@ class DkvPass {
     const State& state = args_.state;
     head_ = head;
     q_ = head_rows(state.q, args_.q, head, doc.q_slot, doc.q_token, doc.q_len);
-    g_ = head_rows(gradient_.state.g, args_.dout, head, doc.q_slot, doc.q_token, doc.q_len);
+    g_ = gradient_.rows(doc, head);
     chunk_ = -1;
     force_ = neutral_scales();
     for (int u = 0; u < num_units_; ++u) {
@@ -196,8 +197,7 @@ class DkvPass {
   /// The scales in force for a query tile: of its chunk, or its own where the chunk spreads.
   void update_scales(int tile) {
     if constexpr (kPlain) return;
-    const QueryTileMaxima* const tiles =
-        gradient_.maxima + head_ * gradient_.tiles + item_.first_tile;
+    const QueryTileMaxima* const tiles = gradient_.maxima(head_, item_.first_tile);
     const int chunk = stages::chunk_of(tile * kTile);
     if (chunk != chunk_) {
       chunk_ = chunk;
@@ -244,8 +244,6 @@ class DkvPass {
     pack_row_pairs(g, kTile, x_.width, x_.g_rows);
 
     const std::int64_t at = statistic_index(problem_, head_, doc.q_token + first);
-    const float* const delta =
-        gradient_.state.delta + head_ * problem_.pack->q_slots + doc.q_slot + first;
     for (int i = 0; i < kTile; ++i) {
       // Slots outside the document, and rows that see no key: p = 0 without a mask.
       if (i >= queries.rows or
@@ -254,7 +252,7 @@ class DkvPass {
         queries.addend[i] = -kInfinity;
         continue;
       }
-      queries.delta[i] = delta[i];
+      queries.delta[i] = gradient_.statistics(doc.q_token + first + i, head_).delta;
       const std::int32_t reference = args_.state.row_reference[at + i];
       const Exponent eg = queries.eg.at(i);
       if constexpr (kPlain) {

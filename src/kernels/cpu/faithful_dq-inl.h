@@ -9,6 +9,9 @@
 // the FP32 sum at fixed places. With DsScale::kRow the exponent is one of the row and key tile,
 // and A is fresh for every tile.
 //
+// NOTE: the gradient lies in the rows of dQ (faithful_gradient.h). An item reads only rows of its
+// own, all of them before it stores the first one.
+//
 // Scratch: packed K (twice) and V of the tile, per unit Q, G, A and the sum; S, dP, codes of dS of
 // a block.
 
@@ -20,6 +23,7 @@
 #include "base/numeric.h"
 #include "formats/exponent.h"
 #include "formats/limits.h"
+#include "kernels/cpu/faithful_gradient.h"
 #include "kernels/cpu/faithful_items.h"
 #include "kernels/cpu/faithful_tiles.h"
 #include "kernels/cpu/fp32_ops.h"
@@ -45,9 +49,10 @@ struct DqScratch {
     float *acc, *sum;      // (kTile, width)
     TileExponents eq, eg;
     Exponent r[kTile];
-    std::int32_t mu[kTile];  // with GradientOperand::kPlain unused
-    float base[kTile];       // with GradientOperand::kPlain -(m + log2 l)
-    float delta[kTile];      // D
+    std::int32_t mu[kTile];            // with GradientOperand::kPlain unused
+    float base[kTile];                 // with GradientOperand::kPlain -(m + log2 l)
+    float delta[kTile];                // D
+    std::int8_t ng[kTile], no[kTile];  // norm exponents of g and O
     float a[kTile], addend[kTile], scaled_delta[kTile];  // of rows, for a key tile that is uniform
     int first, rows;
     int chunk;
@@ -102,7 +107,7 @@ class DqPass {
     q_ = head_rows(state.q, args.q, item.head, doc.q_slot, doc.q_token, doc.q_len);
     k_ = head_rows(state.k, args.k, head_k, doc.k_slot, doc.k_token, doc.k_len);
     v_ = head_rows(state.v, args.v, head_k, doc.k_slot, doc.k_token, doc.k_len);
-    g_ = head_rows(gradient.state.g, args.dout, item.head, doc.q_slot, doc.q_token, doc.q_len);
+    g_ = gradient.rows(doc, item.head);
   }
 
   void run() {
@@ -155,15 +160,17 @@ class DqPass {
   void load_statistics(Unit& unit) {
     const Document& doc = item_.document;
     const std::int64_t at = statistic_index(problem_, item_.head, doc.q_token + unit.first);
-    const float* const delta =
-        gradient_.state.delta + item_.head * problem_.pack->q_slots + doc.q_slot + unit.first;
     for (int r = 0; r < kTile; ++r) {
-      const bool inside = r < unit.rows;
-      unit.delta[r] = inside ? delta[r] : 0.0f;
+      unit.delta[r] = 0;
       unit.mu[r] = 0;
       unit.base[r] = 0;
       unit.r[r] = Exponent(0);
-      if (not inside) continue;
+      if (r >= unit.rows) continue;
+      const GradientStatistics statistics =
+          gradient_.statistics(doc.q_token + unit.first + r, item_.head);
+      unit.delta[r] = statistics.delta;
+      unit.ng[r] = statistics.norm;
+      unit.no[r] = statistics.output_norm;
       const std::int32_t reference = args_.state.row_reference[at + r];
       if constexpr (kPlain) {
         unit.base[r] = stages::plain_addend<Fp32Ops>(std::bit_cast<float>(reference),
@@ -206,10 +213,6 @@ class DqPass {
     unit.chunk = chunk;
     unit.factors_valid = false;
     if constexpr (kPlain) return;
-    const std::int64_t slot = item_.document.q_slot + unit.first;
-    const std::int8_t* const ng = g_.norms + unit.first;
-    const std::int8_t* const no =
-        gradient_.state.output_norms + item_.head * problem_.pack->q_slots + slot;
     const auto seen_of = [&](int r) {
       const Range keys = visible(unit.first + r);
       return Range{std::max(keys.begin, stages::chunk_begin(chunk)),
@@ -232,8 +235,8 @@ class DqPass {
         ek = max(shared_ek, max(largest(k_.exponents, {seen.begin, shared.begin}),
                                 largest(k_.exponents, {shared.end, seen.end})));
       }
-      const Exponent now =
-          stages::ds_exponent_dq(Exponent::stored(ng[r]), Exponent::stored(no[r]), nv, ek);
+      const Exponent now = stages::ds_exponent_dq(Exponent::stored(unit.ng[r]),
+                                                  Exponent::stored(unit.no[r]), nv, ek);
       const Exponent change = unit.r[r] - now;
       unit.r[r] = now;
       if (change != Exponent(0) and kRecipe.ds_scale != DsScale::kRow) {

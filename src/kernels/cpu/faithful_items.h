@@ -10,8 +10,6 @@
 #include "kernels/cpu/tile_gemm.h"
 #include "kernels/kernel.h"
 #include "pack/pack.h"
-#include "quantize/operand.h"
-#include "quantize/quantize.h"
 #include "recipe/recipe.h"
 #include "recipe/stages.h"
 
@@ -49,19 +47,7 @@ class Buffer {
 /// `bytes` is the largest need of the passes.
 std::size_t scratch_bytes(int dim);
 
-/// Maxima over the tokens of one query tile that the scale of dS in the dK/dV pass takes.
-struct QueryTileMaxima {
-  stages::ChunkScales scales;
-  bool live = false;  // some code of the gradient is not 0
-};
-
-/// The gradient operand of the backward. With GradientOperand::kPlain only delta is set, and the
-/// operand is dO itself.
-struct Gradient {
-  GradientState state;
-  const QueryTileMaxima* maxima = nullptr;  // (heads_q, tiles): see first_tile
-  std::int64_t tiles = 0;                   // of all documents
-};
+class Gradient;  // faithful_gradient.h
 
 /// One item: `count` positions from `first` of a document and head (of queries, or of keys in the
 /// dK/dV pass), at most kMaxUnits tiles.

@@ -91,6 +91,7 @@ TEST(Faithful, BoundedByOracleOverShapes) {
       {.q_lens = {310}, .dim = 40, .mask = {.causal = true, .window_left = 140}},
       {.q_lens = {280}, .dim = 8, .mask = {.window_left = 20, .window_right = 150}},
       {.q_lens = {150}, .k_lens = {200}, .dim = 256},
+      {.q_lens = {90, 30}, .heads_q = 2, .heads_k = 2, .dim = 5},
   };
   std::size_t turn = 0;  // sister recipes share the loops: each takes every third shape
   for (const CaseSpec& shape : shapes) {

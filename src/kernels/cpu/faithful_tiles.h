@@ -38,11 +38,12 @@ class Carver {
 
 /// The rows of one document and head of an operand, as codes or as BF16 values.
 struct HeadRows {
-  const std::uint8_t* codes = nullptr;  // (length, dim)
-  const std::int8_t* exponents = nullptr;
-  const std::int8_t* norms = nullptr;
-  const Bf16Bits* values = nullptr;  // (length, dim), rows `stride` apart; then no exponents
+  const std::uint8_t* codes = nullptr;     // (length, dim), rows `stride` apart
+  const std::int8_t* exponents = nullptr;  // `exponent_stride` apart
+  const std::int8_t* norms = nullptr;      // of K and V
+  const Bf16Bits* values = nullptr;        // (length, dim), rows `stride` apart; then no exponents
   std::ptrdiff_t stride = 0;
+  std::ptrdiff_t exponent_stride = 1;
   int length = 0;
   int dim = 0;
 };
@@ -59,6 +60,7 @@ inline HeadRows head_rows(const Operand& operand, const TensorView<const Bf16Bit
   return {.codes = operand.row(head, slot),
           .exponents = operand.exponents_of(head) + slot,
           .norms = operand.norms == nullptr ? nullptr : operand.norms_of(head) + slot,
+          .stride = operand.dim,
           .length = length,
           .dim = operand.dim};
 }
@@ -96,9 +98,11 @@ inline RowSource tile_rows(const HeadRows& rows, int first, int count, Bf16Bits*
                            TileExponents& exponents) {
   const int dim = rows.dim;
   if (rows.codes != nullptr) {
-    std::copy_n(rows.exponents + first, count, exponents.stored);
+    for (int i = 0; i < count; ++i) {
+      exponents.stored[i] = rows.exponents[(first + i) * rows.exponent_stride];
+    }
     exponents.complete(count);
-    return RowSource::e4m3(rows.codes + static_cast<std::ptrdiff_t>(first) * dim, dim, count, dim);
+    return RowSource::e4m3(rows.codes + first * rows.stride, rows.stride, count, dim);
   }
   const Bf16Bits* const values = rows.values + first * rows.stride;
   for (int i = 0; i < count; ++i) {
