@@ -41,9 +41,10 @@ struct RingBarriers {
   alignas(8) std::uint64_t full[kStages];
   alignas(8) std::uint64_t empty[kStages];
 
-  __device__ __forceinline__ void initialise(std::uint32_t consumer_arrivals) {
+  __device__ __forceinline__ void initialise(std::uint32_t consumer_arrivals,
+                                             std::uint32_t producer_arrivals = 1) {
     for (int s = 0; s < kStages; ++s) {
-      ptx::mbarrier_init(ptx::shared_address(&full[s]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&full[s]), producer_arrivals);
       ptx::mbarrier_init(ptx::shared_address(&empty[s]), consumer_arrivals);
     }
   }

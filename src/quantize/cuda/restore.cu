@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads)
   const int head = blockIdx.y;
   const int lane = threadIdx.x % 32;
   const std::int64_t slot =
-      std::int64_t{blockIdx.x} * kTileSlots + threadIdx.x / 32 * kGroup;  // of the warp
+      std::int64_t{blockIdx.x} * kTileSlots + threadIdx.x / 32 * kWarpSlots;  // of the warp
   if (slot >= operand.slots) return;
   const Group group = find_group(cu_seqlens, num_documents, slot);
   LaneRows values;

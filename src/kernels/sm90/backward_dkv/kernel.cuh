@@ -110,7 +110,7 @@ struct alignas(1024) SharedStorage {
     std::int8_t eq[kQueryStep];
     StepFacts facts;
   } stats[kStatsStages];
-  KeyFacts keys[kKeyTile];  // written and read by the quad of the key
+  KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
   Work work[2];             // the item at hand and the next
   tile::RingBarriers<2> work_ring;
   tile::RingBarriers<1> key_ring;  // K and V
@@ -283,8 +283,8 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
         stats.facts = {value_of(scales.c), value_of(r), first,
                        StepFacts::pack(rare, phase(whole0), phase(whole1))};
       }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
+      // Every lane wrote, so every lane arrives.
+      ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
 #pragma unroll
       for (int n = 0; n < kStatsWarps; ++n) at.advance();
     }
@@ -429,9 +429,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       const int key = first_key + tile::fragment_row(thread, h);
       const bool valid = key < d.k_len;
       const std::int64_t slot = work.item.head * params.k_slots + d.k_slot + key;
-      keys[8 * h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
-                     valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
+      if (quad_lane == 0) {
+        keys[8 * h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
+                       valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
+      }
     }
+    __syncwarp();
     float dv[64], dk[64], s[32], dp[32];
     int keep_dv = 0, keep_dk = 0;
     bool dv_started = false, dk_started = false;
@@ -607,7 +610,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.work_ring.initialise(4 * Config::kConsumers + kStatsWarps);
     shared.key_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
-    shared.stats_ring.initialise(4 * Config::kConsumers);
+    shared.stats_ring.initialise(4 * Config::kConsumers, 32);
     ptx::fence_mbarrier_init();
   }
   // Rows of stages that the first items never fill must hold finite codes.

@@ -72,7 +72,7 @@ struct alignas(1024) SharedStorage {
   // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its
   // own 16.
   float4 staging[Config::kConsumers][64 * Config::kDim / 4];
-  RowFacts rows[Config::kRows];     // written and read by the quad of the row
+  RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
   Work work[2];                     // the item at hand and the next
   Range whole[Config::kConsumers];  // the producer's own: tiles whose keys all rows see
   tile::RingBarriers<2> work_ring;
@@ -357,8 +357,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         facts.ng = params.g_norms[slot];
         facts.no = params.o_norms[slot];
       }
-      rows[8 * h] = facts;
+      if (threadIdx.x % 4 == 0) rows[8 * h] = facts;
     }
+    __syncwarp();
     const int tiles_end = work.visits.end;
     float dq[64], s[64], dp[64];
     RowFactors factors;
@@ -420,8 +421,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk),
                                          scale_in_chunk(params, key_slots, rows[8], chunk)};
           __syncwarp();
-          rows[0].r = after[0];
-          rows[8].r = after[1];
+          if (threadIdx.x % 4 == 0) {
+            rows[0].r = after[0];
+            rows[8].r = after[1];
+          }
           __syncwarp();
           const float change[2] = {change_of(before[0], after[0]), change_of(before[1], after[1])};
           if (keep) {

@@ -58,7 +58,7 @@ struct alignas(1024) SharedStorage {
   std::uint32_t facts[Config::kStages];                   // beside each key tile: TileFacts
   alignas(16) std::int8_t ek[Config::kStages][kKeyTile];  // of tiles that are not uniform
   alignas(16) std::int8_t ev[Config::kStages][kKeyTile];
-  RowFacts rows[Config::kRows];  // written and read by the quad of the row
+  RowFacts rows[Config::kRows];  // written by the first of the row's quad, read by the quad
   Work work[2];                  // beside each q, and EQ of its rows
   alignas(16) std::int8_t eq[2][Config::kRows];
   tile::RingBarriers<2> q_ring;
@@ -215,9 +215,12 @@ struct Rows {
       l[r] = 0.0f;
       unit[r] = kNoUnit;
       const bool valid = row < d.q_len;
-      facts[8 * r] = {valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0},
-                      valid ? eq[row - work.item.first] : 0};
+      if (threadIdx.x % 4 == 0) {
+        facts[8 * r] = {valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0},
+                        valid ? eq[row - work.item.first] : 0};
+      }
     }
+    __syncwarp();
   }
 };
 
