@@ -4,14 +4,12 @@
 // first. Warpgroup 0 loads: one thread takes items and keeps key tiles in flight through the copy
 // engine. Warpgroups 1 and 2 own 64 query rows each and walk the key tiles from the diagonal down:
 //
-//   WG 1   S ............ max exp pack ............ S ............ max exp pack
-//                      PV(32) PV(32) PV(32) PV(32)
-//   WG 2   exp pack ....... S ........... max exp pack ............ S
+//   WG 1   max exp pack, PV(32) x 4 | S(t-1) beside O = O alpha + T | wait for the turn
+//   WG 2   wait for the turn        | max exp pack, PV(32) x 4      | S(t-1) beside ...
 //
-// A token passes between the two so that one multiplies scores while the other is in its
-// exponentials. P leaves the score registers in the order pi of tile/swizzle.h, which V^T shares.
-// The row sum rides in the PV product as eight columns of ones (tiles whose EV is uniform).
-// No wgmma is in flight across a branch.
+// A turn passes between the two so that one is in its exponentials while the tensor core works for
+// the other. P leaves the score registers in the order pi of tile/swizzle.h, which V^T shares. The
+// row sum rides in the PV product as eight columns of ones (tiles whose EV is uniform).
 #pragma once
 
 #include "base/division.h"
