@@ -114,6 +114,37 @@ TEST_P(EveryRecipe, BitEqualOnViewsOfFusedBuffers) {
   EXPECT_EQ(gradients[Case::kTotalQ * kRow], 0xA5A5);
 }
 
+TEST_P(EveryRecipe, BitEqualWhateverUnusedStridesAre) {
+  Config config = Case::default_config(GetParam());
+  config.backend = "auto";
+  config.total_q = config.total_k = 1;
+  config.num_documents = config.heads_q = config.heads_k = 1;
+  const auto run = [&config](std::int64_t token_stride, std::int64_t head_stride) {
+    Case one(config);
+    one.cu_q = {0, 1};
+    for (mxattn_call* call : {&one.forward.call, &one.backward.call}) {
+      call->cu_seqlens_q = lengths(one.cu_q);
+      call->cu_seqlens_k.data = nullptr;
+    }
+    mxattn_forward_args& f = one.forward;
+    mxattn_backward_args& b = one.backward;
+    for (Tensor* x :
+         {&f.q, &f.k, &f.v, &f.out, &b.q, &b.k, &b.v, &b.out, &b.dout, &b.dq, &b.dk, &b.dv}) {
+      *x = rows(x->data, MXATTN_BF16, 1, 1, Case::kDim);
+      x->strides[0] = token_stride;
+      x->strides[1] = head_stride;
+    }
+    f.lse = b.lse = lse_tensor(one.lse.data(), 1, 1);
+    one.run();
+    return Bits(one);
+  };
+  const Bits expected = run(Case::kDim, Case::kDim);
+  EXPECT_NE(expected.out[0], 0xA5A5) << "nothing was written";
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  EXPECT_EQ(run(kMost, kMost), expected);
+  EXPECT_EQ(run(-kMost, -1), expected);
+}
+
 TEST_P(EveryRecipe, BitEqualForAnyNumberOfThreads) {
   Config config = Case::default_config(GetParam());
   config.threads = 1;

@@ -57,11 +57,17 @@ void check_contiguous(const char* name, const mxattn_tensor& tensor, int dtype,
 std::span<const std::int32_t> check_lengths(const char* name, const mxattn_tensor& tensor,
                                             int num_documents, Regions& regions);
 
-/// A view of a checked (tokens, heads, dim) tensor.
+/// A view of a checked (tokens, heads, dim) tensor. Strides that no element needs were not checked:
+/// those of a contiguous tensor take their place, so that offsets made of them cannot overflow.
 template <class T>
 TensorView<T> view_of(const mxattn_tensor& tensor) {
-  return {static_cast<T*>(tensor.data),      tensor.shape[0],   static_cast<int>(tensor.shape[1]),
-          static_cast<int>(tensor.shape[2]), tensor.strides[0], tensor.strides[1]};
+  const std::int64_t tokens = tensor.shape[0], heads = tensor.shape[1], dim = tensor.shape[2];
+  return {static_cast<T*>(tensor.data),
+          tokens,
+          static_cast<int>(heads),
+          static_cast<int>(dim),
+          tokens > 1 ? tensor.strides[0] : heads * dim,
+          tokens > 0 and heads > 1 ? tensor.strides[1] : dim};
 }
 
 }  // namespace mxattn::api
