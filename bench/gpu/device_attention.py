@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes as c
-
 import mxattn_capi as m
 import torch
 
@@ -14,19 +12,11 @@ class DeviceAttention(m.Attention):
     def __init__(self, q_shape, k_shape, cu_seqlens, **options):
         index = torch.cuda.current_device()
         super().__init__(q_shape, k_shape, cu_seqlens, device=index, **options)
-        workspace = c.c_uint64()
-        m.check(m.lib.mxattn_workspace_bytes(self._problem, c.byref(workspace)))
-        self._workspace = self._bytes(workspace.value)
+        self._workspace = self._bytes(self.problem.workspace_bytes)
         self._call.workspace = self._workspace.data_ptr()
-        self._call.workspace_bytes = workspace.value
+        self._call.workspace_bytes = self.problem.workspace_bytes
         self._call.stream = torch.cuda.current_stream().cuda_stream
-        self._plan = c.c_void_p()
-        self._plan_memory = None
-
-    def __del__(self):
-        if getattr(self, "_plan", None):
-            m.lib.mxattn_plan_destroy(self._plan)
-        super().__del__()
+        self._plan = self._plan_memory = None
 
     @staticmethod
     def _lengths(cu_seqlens) -> torch.Tensor:
@@ -50,20 +40,8 @@ class DeviceAttention(m.Attention):
     def make_plan(self) -> None:
         """Enqueues the building of the work lists, which later calls use."""
         if self._plan_memory is None:
-            size = c.c_uint64()
-            m.check(m.lib.mxattn_plan_bytes(self._problem, c.byref(size)))
-            self._plan_memory = self._bytes(size.value)
-        args = m.DevicePlanArgs(
-            size=c.sizeof(m.DevicePlanArgs),
-            cu_seqlens_q=m.tensor(self.cu_q),
-            memory=self._plan_memory.data_ptr(),
-            memory_bytes=self._plan_memory.nbytes,
-            workspace=self._call.workspace,
-            workspace_bytes=self._call.workspace_bytes,
-            stream=self._call.stream,
+            self._plan_memory = self._bytes(self.problem.plan_bytes)
+        self._plan = self.problem.make_device_plan(
+            self.cu_q, None, self._plan_memory, self._workspace, self._call.stream
         )
-        plan, create = c.c_void_p(), m.lib.mxattn_plan_create_on_device
-        m.check(create(self._problem, c.byref(args), c.byref(plan)))
-        m.lib.mxattn_plan_destroy(self._plan)
-        self._plan = plan
-        self._call.plan = plan
+        self._call.plan = self._plan.handle

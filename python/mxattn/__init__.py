@@ -1,0 +1,1 @@
+"""Attention in 8 and 4 bits, forward and backward, for training."""

@@ -1,0 +1,431 @@
+"""The C ABI of mxattn.h and plan.h through ctypes: structs, the library, problems and plans.
+
+Tensors are numpy arrays or torch tensors of (tokens, heads, dim) with any strides but a contiguous
+last dimension; BF16 is ml_dtypes.bfloat16 in numpy. Nothing here allocates or converts tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import itertools
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+float8_e4m3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
+CPU, CUDA = 0, 1
+DTYPES = {1: bfloat16, 2: np.dtype(np.float32), 3: float8_e4m3, 4: np.dtype(np.int8),
+          5: np.dtype(np.int32)}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+OPERANDS = {"q": 1, "k": 2, "v": 4}
+MAX_RANK = 4
+
+
+class Tensor(c.Structure):
+    _fields_ = [
+        ("data", c.c_void_p),
+        ("dtype", c.c_int32),
+        ("rank", c.c_int32),
+        ("shape", c.c_int64 * MAX_RANK),
+        ("strides", c.c_int64 * MAX_RANK),
+    ]
+
+
+class ProblemConfig(c.Structure):
+    _fields_ = [
+        ("size", c.c_uint64),
+        ("recipe", c.c_char_p),
+        ("backend", c.c_char_p),
+        ("device_kind", c.c_int32),
+        ("device_index", c.c_int32),
+        ("total_q", c.c_int64),
+        ("total_k", c.c_int64),
+        ("num_documents", c.c_int32),
+        ("heads_q", c.c_int32),
+        ("heads_k", c.c_int32),
+        ("head_dim", c.c_int32),
+        ("causal", c.c_int32),
+        ("window_left", c.c_int32),
+        ("window_right", c.c_int32),
+        ("has_softmax_scale", c.c_int32),
+        ("softmax_scale", c.c_float),
+        ("rotate", c.c_int32),
+        ("threads", c.c_int32),
+    ]
+
+
+class BufferInfo(c.Structure):
+    _fields_ = [
+        ("size", c.c_uint64),
+        ("name", c.c_char_p),
+        ("dtype", c.c_int32),
+        ("rank", c.c_int32),
+        ("shape", c.c_int64 * MAX_RANK),
+        ("bytes", c.c_uint64),
+        ("alignment", c.c_uint64),
+    ]
+
+
+class Buffer(c.Structure):
+    _fields_ = [("data", c.c_void_p), ("bytes", c.c_uint64)]
+
+
+class Call(c.Structure):
+    _fields_ = [
+        ("cu_seqlens_q", Tensor),
+        ("cu_seqlens_k", Tensor),
+        ("state", c.POINTER(Buffer)),
+        ("num_state", c.c_int32),
+        ("reserved", c.c_int32),
+        ("workspace", c.c_void_p),
+        ("workspace_bytes", c.c_uint64),
+        ("stream", c.c_void_p),
+        ("plan", c.c_void_p),
+    ]
+
+
+class ForwardArgs(c.Structure):
+    _fields_ = [("size", c.c_uint64), ("call", Call)] + [
+        (name, Tensor) for name in ("q", "k", "v", "out", "lse")
+    ]
+    _fields_ += [("quantized", c.c_int32), ("reserved", c.c_int32)]
+
+
+class BackwardArgs(c.Structure):
+    _fields_ = [("size", c.c_uint64), ("call", Call)] + [
+        (name, Tensor) for name in ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv")
+    ]
+
+
+class QuantizeArgs(c.Structure):
+    _fields_ = [
+        ("size", c.c_uint64),
+        ("call", Call),
+        ("tensor", Tensor),
+        ("operand", c.c_int32),
+        ("rotate_back", c.c_int32),
+    ]
+
+
+class DevicePlanArgs(c.Structure):
+    _fields_ = [
+        ("size", c.c_uint64),
+        ("cu_seqlens_q", Tensor),
+        ("cu_seqlens_k", Tensor),
+        ("memory", c.c_void_p),
+        ("memory_bytes", c.c_uint64),
+        ("workspace", c.c_void_p),
+        ("workspace_bytes", c.c_uint64),
+        ("stream", c.c_void_p),
+    ]
+
+
+class RecipeInfo(c.Structure):
+    _fields_ = [
+        ("size", c.c_uint64),
+        ("name", c.c_char_p),
+        ("form", c.c_char_p),
+        ("summary", c.c_char_p),
+        ("version", c.c_int32),
+        ("control", c.c_int32),
+        ("strictly_causal", c.c_int32),
+        ("quantized", c.c_int32),
+    ]
+
+
+class MxattnError(Exception):
+    """A call that failed: .status and the library's message."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class InvalidArgument(MxattnError, ValueError):
+    """An argument is wrong; the message names it, its value and what was expected."""
+
+
+class Unsupported(MxattnError, NotImplementedError):
+    """The arguments are legal, but no backend of this build and machine can run them."""
+
+
+_ERRORS = {INVALID_ARGUMENT: InvalidArgument, UNSUPPORTED: Unsupported}
+
+
+def invalid(argument: str, value, expectation: str) -> InvalidArgument:
+    """The error of a check on this side of the ABI, in the library's own words."""
+    return InvalidArgument(INVALID_ARGUMENT, f"{argument} = {value}: expected {expectation}")
+
+
+def library_path() -> Path:
+    """MXATTN_LIBRARY, else the library inside the package, else that of ./dev build."""
+    if named := os.environ.get("MXATTN_LIBRARY"):
+        return Path(named)
+    package = Path(__file__).resolve().parent
+    inside = package / "lib" / "libmxattn.so"
+    return inside if inside.is_file() else package.parents[1] / "build" / "lib" / "libmxattn.so"
+
+
+def _load() -> c.CDLL:
+    path = library_path()
+    if not path.is_file():
+        raise ImportError(f"{path}: no such library: run ./dev build, or set MXATTN_LIBRARY")
+    lib = c.CDLL(str(path))
+    for name in ("last_error", "version", "status_name", "problem_explain", "problem_backend",
+                 "simd_targets", "matrix_engine"):  # fmt: skip
+        getattr(lib, f"mxattn_{name}").restype = c.c_char_p
+    for name in ("problem_explain", "problem_backend", "problem_destroy", "plan_destroy"):
+        getattr(lib, f"mxattn_{name}").argtypes = [c.c_void_p]
+    lib.mxattn_problem_destroy.restype = None
+    lib.mxattn_plan_destroy.restype = None
+    lib.mxattn_state_count.argtypes = [c.c_void_p, c.POINTER(c.c_int32)]
+    lib.mxattn_state_at.argtypes = [c.c_void_p, c.c_int32, c.POINTER(BufferInfo)]
+    lib.mxattn_workspace_bytes.argtypes = [c.c_void_p, c.POINTER(c.c_uint64)]
+    lib.mxattn_plan_bytes.argtypes = [c.c_void_p, c.POINTER(c.c_uint64)]
+    lib.mxattn_plan_create.argtypes = [c.c_void_p] * 3 + [c.POINTER(c.c_void_p)]
+    lib.mxattn_plan_create_on_device.argtypes = [c.c_void_p, c.c_void_p, c.POINTER(c.c_void_p)]
+    for name in ("forward", "backward", "quantize", "dequantize"):
+        getattr(lib, f"mxattn_{name}").argtypes = [c.c_void_p, c.c_void_p]
+    return lib
+
+
+lib = _load()
+
+
+def check(status: int) -> None:
+    if status != OK:
+        raise _ERRORS.get(status, MxattnError)(status, lib.mxattn_last_error().decode())
+
+
+@functools.lru_cache(maxsize=64)
+def _code(dtype) -> int:
+    """The ABI's number for a dtype of numpy or torch; 0, which it refuses by name, for others."""
+    try:
+        return CODES.get(np.dtype(str(dtype).removeprefix("torch.")), 0)
+    except TypeError:
+        return 0
+
+
+def tensor(array) -> Tensor:
+    """A view of an array of numpy or torch; without data if None."""
+    if array is None:
+        return Tensor()
+    if array.ndim > MAX_RANK:
+        raise invalid("tensor.rank", array.ndim, f"at most {MAX_RANK}")
+    if isinstance(array, np.ndarray):
+        address = array.ctypes.data if array.size else None
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+    else:
+        address, strides = array.data_ptr() or None, array.stride()
+    return Tensor(address, _code(array.dtype), array.ndim, tuple(array.shape), strides)
+
+
+def make_config(q_shape, k_shape, num_documents, *, recipe="fp8", backend="auto", causal=False,
+                window=(-1, -1), softmax_scale=None, rotate=-1, threads=0,
+                device=None):  # fmt: skip
+    """`device` is the index of a CUDA device, None the CPU."""
+    for name, shape in (("q", q_shape), ("k", k_shape)):
+        if len(shape) != 3:
+            raise invalid(f"{name}.shape", tuple(shape), "(tokens, heads, head_dim)")
+    config = ProblemConfig()
+    lib.mxattn_problem_config_init(c.byref(config))
+    config.recipe = recipe.encode()
+    config.backend = backend.encode()
+    config.device_kind = CPU if device is None else CUDA
+    config.device_index = device or 0
+    config.total_q, config.heads_q, config.head_dim = q_shape
+    config.total_k, config.heads_k = k_shape[:2]
+    config.num_documents = num_documents
+    config.causal = causal
+    config.window_left, config.window_right = window
+    config.has_softmax_scale = softmax_scale is not None
+    config.softmax_scale = softmax_scale or 0.0
+    config.rotate = rotate
+    config.threads = threads
+    return config
+
+
+def can_run(config) -> tuple[bool, str]:
+    yes, reason = c.c_int32(), c.c_char_p()
+    check(lib.mxattn_can_run(c.byref(config), c.byref(yes), c.byref(reason)))
+    return bool(yes.value), reason.value.decode()
+
+
+@dataclass(frozen=True)
+class StateBuffer:
+    """One buffer of the saved state, and where it lies if the state is one block of bytes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+
+
+def _aligned(size: int) -> int:
+    return (size + 255) & ~255
+
+
+class Problem:
+    """A checked configuration. May be used by several threads at once."""
+
+    def __init__(self, config: ProblemConfig):
+        self._handle = c.c_void_p()
+        check(lib.mxattn_problem_create(c.byref(config), c.byref(self._handle)))
+        weakref.finalize(self, lib.mxattn_problem_destroy, self._handle)
+        self.q_shape = (config.total_q, config.heads_q, config.head_dim)
+        self.k_shape = (config.total_k, config.heads_k, config.head_dim)
+        self.num_documents = config.num_documents
+        count, size = c.c_int32(), c.c_uint64()
+        check(lib.mxattn_state_count(self._handle, c.byref(count)))
+        self.state: list[StateBuffer] = []
+        self.state_bytes = 0
+        for i in range(count.value):
+            info = BufferInfo(size=c.sizeof(BufferInfo))
+            check(lib.mxattn_state_at(self._handle, i, c.byref(info)))
+            shape = tuple(info.shape[: info.rank])
+            name, dtype = info.name.decode(), DTYPES[info.dtype]
+            self.state.append(StateBuffer(name, dtype, shape, info.bytes, self.state_bytes))
+            self.state_bytes += _aligned(info.bytes)
+        check(lib.mxattn_workspace_bytes(self._handle, c.byref(size)))
+        self.workspace_bytes = size.value
+
+    @property
+    def backend(self) -> str:
+        return lib.mxattn_problem_backend(self._handle).decode()
+
+    @property
+    def explanation(self) -> str:
+        return lib.mxattn_problem_explain(self._handle).decode()
+
+    def call(self, cu_seqlens_q, cu_seqlens_k, state, *, workspace=None, stream=None,
+             plan=None) -> Call:  # fmt: skip
+        """`state`: an array a buffer of .state, or the address of .state_bytes in one block."""
+        if isinstance(state, int):
+            found = [Buffer(state + buffer.offset, buffer.nbytes) for buffer in self.state]
+        else:
+            found = [Buffer(tensor(array).data, array.nbytes) for array in state]
+        return Call(
+            cu_seqlens_q=tensor(cu_seqlens_q),
+            cu_seqlens_k=tensor(cu_seqlens_k),
+            state=(Buffer * max(1, len(found)))(*found),
+            num_state=len(found),
+            workspace=None if workspace is None else workspace.data_ptr(),
+            workspace_bytes=0 if workspace is None else workspace.nbytes,
+            stream=stream,
+            plan=None if plan is None else plan.handle,
+        )
+
+    def forward(self, call: Call, q, k, v, out, lse, quantized=()) -> None:
+        """Writes out and lse; `quantized` names operands that are in the state already."""
+        views = (tensor(array) for array in (q, k, v, out, lse))
+        done = sum(OPERANDS[name] for name in quantized)
+        args = ForwardArgs(c.sizeof(ForwardArgs), call, *views, done)
+        check(lib.mxattn_forward(self._handle, c.byref(args)))
+
+    def backward(self, call: Call, q, k, v, out, lse, dout, dq, dk, dv) -> None:
+        """Writes dq, dk and dv."""
+        views = (tensor(array) for array in (q, k, v, out, lse, dout, dq, dk, dv))
+        args = BackwardArgs(c.sizeof(BackwardArgs), call, *views)
+        check(lib.mxattn_backward(self._handle, c.byref(args)))
+
+    def quantize(self, call: Call, operand: str, array) -> None:
+        """Writes an operand ("q", "k" or "v") of the state."""
+        args = QuantizeArgs(c.sizeof(QuantizeArgs), call, tensor(array), OPERANDS[operand], 0)
+        check(lib.mxattn_quantize(self._handle, c.byref(args)))
+
+    def dequantize(self, call: Call, operand: str, out, rotate_back: bool = False) -> None:
+        """Writes the values that an operand of the state stands for to out, F32."""
+        args = QuantizeArgs(
+            c.sizeof(QuantizeArgs), call, tensor(out), OPERANDS[operand], rotate_back
+        )
+        check(lib.mxattn_dequantize(self._handle, c.byref(args)))
+
+    def make_plan(self, cu_seqlens_q, cu_seqlens_k=None) -> Plan:
+        """Work lists on the CPU, from checked lengths."""
+        lengths = [tensor(cu_seqlens_q), tensor(cu_seqlens_k)]
+        handle = c.c_void_p()
+        status = lib.mxattn_plan_create(
+            self._handle, c.byref(lengths[0]), c.byref(lengths[1]), c.byref(handle)
+        )
+        check(status)
+        return Plan(handle)
+
+    def make_device_plan(self, cu_seqlens_q, cu_seqlens_k, memory, workspace, stream) -> Plan:
+        """Enqueues the making of work lists on a stream of a CUDA device."""
+        args = DevicePlanArgs(
+            c.sizeof(DevicePlanArgs),
+            tensor(cu_seqlens_q),
+            tensor(cu_seqlens_k),
+            memory.data_ptr(),
+            memory.nbytes,
+            workspace.data_ptr(),
+            workspace.nbytes,
+            stream,
+        )
+        handle = c.c_void_p()
+        status = lib.mxattn_plan_create_on_device(self._handle, c.byref(args), c.byref(handle))
+        check(status)
+        return Plan(handle, (cu_seqlens_q, cu_seqlens_k, memory))
+
+    @property
+    def plan_bytes(self) -> int:
+        """Device memory that make_device_plan needs."""
+        size = c.c_uint64()
+        check(lib.mxattn_plan_bytes(self._handle, c.byref(size)))
+        return size.value
+
+
+class Plan:
+    """Work lists of a microbatch, made once for all its layers. Keep it until the last backward.
+
+    `key` names it where only numbers pass: Plan.of(key) finds it while it lives.
+    """
+
+    _next = itertools.count(1)
+    _living: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+    def __init__(self, handle: c.c_void_p, keep=()):
+        self.handle = handle
+        self.key = next(Plan._next)
+        self._keep = keep
+        Plan._living[self.key] = self
+        weakref.finalize(self, lib.mxattn_plan_destroy, handle)
+
+    @classmethod
+    def of(cls, key: int) -> Plan:
+        plan = cls._living.get(key)
+        if plan is None:
+            raise invalid("plan", key, "a plan that is kept until the last backward is done")
+        return plan
+
+
+@functools.lru_cache(maxsize=256)
+def cached_problem(q_shape, k_shape, num_documents, **options) -> Problem:
+    """The problem of make_config's arguments: the same object for the same arguments."""
+    return Problem(make_config(q_shape, k_shape, num_documents, **options))
+
+
+def recipes() -> dict[str, dict]:
+    """Every recipe by name: form, summary, version, control, strictly_causal, quantized."""
+    found = {}
+    for i in range(lib.mxattn_recipe_count()):
+        info = RecipeInfo(size=c.sizeof(RecipeInfo))
+        check(lib.mxattn_recipe_at(i, c.byref(info)))
+        found[info.name.decode()] = {
+            "form": info.form.decode(),
+            "summary": info.summary.decode(),
+            "version": info.version,
+            "control": bool(info.control),
+            "strictly_causal": bool(info.strictly_causal),
+            "quantized": bool(info.quantized),
+        }
+    return found
