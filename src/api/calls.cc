@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "pack/pack.h"
 #include "quantize/quantize.h"
+#include "recipe/roles.h"
 
 namespace mxattn::api {
 namespace {

@@ -59,11 +59,11 @@ template <class... Parts>
 }  // namespace mxattn
 
 /// A promise of the library about itself. Failing throws kInternal with file, line and values.
-#define MXATTN_CHECK(condition, ...)                                                           \
-  do {                                                                                         \
-    if (!(condition)) {                                                                        \
-      throw ::mxattn::Error(::mxattn::Status::kInternal,                                       \
-                            ::mxattn::detail::concat(__FILE__, ":", __LINE__, ": " #condition, \
-                                                     ": ", __VA_ARGS__));                      \
-    }                                                                                          \
+#define MXATTN_CHECK(condition, ...)                                                              \
+  do {                                                                                            \
+    if (!(condition)) {                                                                           \
+      throw ::mxattn::Error(                                                                      \
+          ::mxattn::Status::kInternal,                                                            \
+          ::mxattn::detail::concat(__FILE__, ":", __LINE__, ": " #condition, ": ", __VA_ARGS__)); \
+    }                                                                                             \
   } while (false)

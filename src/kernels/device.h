@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/kernel.h"
+#include "recipe/roles.h"
 
 namespace mxattn::kernels {
 

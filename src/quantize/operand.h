@@ -5,9 +5,6 @@
 
 namespace mxattn {
 
-/// Which tensor an operand comes from.
-enum class Role : std::uint8_t { kQ, kK, kV, kGradient };
-
 /// A tensor in E4M3, head-major, documents at multiples of 16 slots. Gap slots hold code 0.
 /// Restored value = code 2^exponent; an exponent of 127 means NaN. With ScaleGroup::kTensor the
 /// exponents are 0 and the restored value is code times *scale.

@@ -13,20 +13,12 @@
 #include "pack/pack.h"
 #include "quantize/operand.h"
 #include "recipe/recipe.h"
+#include "recipe/roles.h"
 #include "recipe/stages.h"
 
 namespace mxattn {
 
 static_assert(kSlotAlignment == stages::kSlotAlignment);
-
-/// Whether the tokens of a role are the pack's queries; else they are its keys.
-constexpr bool is_query_role(Role role) { return role == Role::kQ or role == Role::kGradient; }
-
-/// Whether a role is rotated when the problem says `rotate`: Q and K, with a power of two of
-/// channels.
-constexpr bool is_rotated(Role role, int dim, bool rotate) {
-  return rotate and (role == Role::kQ or role == Role::kK) and (dim & (dim - 1)) == 0;
-}
 
 /// x (tokens, heads, dim), BF16, to codes and exponents by the recipe's scale group and exponent
 /// rule; norms too where out.norms is given (not with ScaleGroup::kTensor). out's buffers have

@@ -47,7 +47,7 @@ enum class GradientOperand : std::uint8_t {
   kPlain,       // dO with the scale group of Q, K, V; P normalised by the row sum
 };
 
-/// The scale of dS (numerics-canonical, section 4).
+/// The scale of dS (docs/numerics.md).
 enum class DsScale : std::uint8_t {
   kNone,     // dS is not scaled (BF16 or exact)
   kNorm,     // from norms of operands: constant over a chunk, no maximum in the loop

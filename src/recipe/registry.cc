@@ -3,6 +3,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "recipe/roles.h"
 
 namespace mxattn {
 namespace {
@@ -12,6 +13,10 @@ constexpr RecipeInfo kRecipes[] = {
 #include "recipe/registry.inc"
 #undef MXATTN_RECIPE
 };
+
+#define MXATTN_RECIPE(name, ...) static_assert(fault(recipes::name) == nullptr, #name);
+#include "recipe/registry.inc"
+#undef MXATTN_RECIPE
 
 }  // namespace
 

@@ -32,8 +32,8 @@ inline constexpr double kLn2 = 0.69314718055994530942;
 
 inline constexpr int kTokenExponentMin = -96;  // a zero token counts as this
 inline constexpr int kTokenExponentMax = 96;
-inline constexpr int kNanExponent = 127;   // a token that holds NaN or Inf; its codes are 0
-inline constexpr int kRunningGrid = 4;     // running exponents are multiples of this
+inline constexpr int kNanExponent = 127;  // a token that holds NaN or Inf; its codes are 0
+inline constexpr int kRunningGrid = 4;    // running exponents are multiples of this
 inline constexpr int kNormExponentMin = -96;
 inline constexpr int kNormExponentMax = 126;
 inline constexpr int kScoreExponentMin = -100;  // of EQ + EK
@@ -47,14 +47,15 @@ inline constexpr int kDsSlack = 2;           // bits by which the scale of dS un
 inline constexpr int kChunkSpread = 6;       // beyond it c and r are taken per query tile
 inline constexpr float kFp16Max = 65504.0f;  // D' is clamped to it
 inline constexpr float kFp16Integers = 2048.0f;  // FP16 holds all integers up to it
-inline constexpr int kDqDeltaExponent = 126;  // D'' is clamped to +-2^126
+inline constexpr int kDqDeltaExponent = 126;     // D'' is clamped to +-2^126
 
-inline constexpr int kBlockTokens = 32;   // mxfp8: tokens that share an exponent
-inline constexpr int kKeyTile = 128;      // keys of a tile, counted from the document's start
-inline constexpr int kQueryTile = 128;    // queries of a tile
-inline constexpr int kQueryStep = 64;     // queries of a step of the dK/dV pass
-inline constexpr int kMmaDepth = 32;      // elements contracted by one 8-bit MMA (k32 step)
-inline constexpr int kSlotAlignment = 16;  // documents start at multiples of this in operand buffers
+inline constexpr int kBlockTokens = 32;  // mxfp8: tokens that share an exponent
+inline constexpr int kKeyTile = 128;     // keys of a tile, counted from the document's start
+inline constexpr int kQueryTile = 128;   // queries of a tile
+inline constexpr int kQueryStep = 64;    // queries of a step of the dK/dV pass
+inline constexpr int kMmaDepth = 32;     // elements contracted by one 8-bit MMA (k32 step)
+// Documents start at multiples of this in operand buffers.
+inline constexpr int kSlotAlignment = 16;
 
 // ---- exponents that may be NaN ---------------------------------------------------------------
 
@@ -148,7 +149,7 @@ MXATTN_HOST_DEVICE constexpr float dkv_delta_factor(Exponent c, Exponent eg, Exp
   return factor(c - kProbabilityShift - eg + eq - r);
 }
 
-/// D' of one query: D times dkv_delta_factor, rounded once to FP16, clamped, NaN kept. For scalar Ops.
+/// D' of one query: D times dkv_delta_factor, rounded once to FP16, clamped, NaN kept. For scalars.
 template <class Ops>
 MXATTN_HOST_DEVICE typename Ops::F dkv_delta(typename Ops::F d, typename Ops::F delta_factor) {
   const typename Ops::F x = Ops::round_fp16(Ops::mul(d, delta_factor));
@@ -193,7 +194,7 @@ MXATTN_HOST_DEVICE constexpr bool promotes_dq(int tile, int half) {
 
 // ---- what recipes other than the canonical one need -------------------------------------------
 
-inline constexpr float kLazyThreshold = 4.0f;        // RowReference::kLazy4, log2 units
+inline constexpr float kLazyThreshold = 4.0f;         // RowReference::kLazy4, log2 units
 inline constexpr float kTensorForwardPScale = 28.0f;  // 448 / 16
 inline constexpr float kTensorBackwardPScale = 448.0f;
 

@@ -59,7 +59,7 @@ inline constexpr std::uint32_t kDescriptorUnit = 16;
 inline constexpr std::uint64_t kDescriptorStepK32 = 2;
 
 /// The order in which an 8-bit A operand in registers holds 16 elements of K that an accumulator
-/// left there: position p holds element pi(p). B must be stored in the same order (isa.md 1.4).
+/// left there: position p holds element pi(p). B must be stored in the same order.
 MXATTN_HOST_DEVICE constexpr int pi_order(int position) {
   const int p = position % 16;
   return position - p + 8 * ((p >> 1) & 1) + 2 * (p / 4) + (p & 1);

@@ -7,6 +7,7 @@
 #include "kernels/cpu/exact_block.h"
 #include "kernels/cpu/exact_gradient.h"
 #include "kernels/cpu/exact_passes.h"
+#include "recipe/roles.h"
 
 namespace mxattn::kernels::exact {
 namespace {

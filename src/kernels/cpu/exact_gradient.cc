@@ -1,4 +1,5 @@
 #include "kernels/cpu/exact_gradient.h"
+#include "recipe/roles.h"
 
 #include <algorithm>
 #include <cmath>

@@ -28,6 +28,7 @@
 #include "kernels/cpu/faithful_tiles.h"
 #include "kernels/cpu/fp32_ops.h"
 #include "kernels/cpu/tile_pack.h"
+#include "recipe/roles.h"
 #include "recipe/stages.h"
 
 #if defined(MXATTN_KERNELS_CPU_FAITHFUL_DQ_INL_H_) == defined(HWY_TARGET_TOGGLE)

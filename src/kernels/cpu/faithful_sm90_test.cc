@@ -9,6 +9,7 @@
 #include "kernels/cpu/faithful.h"
 #include "quantize/quantize.h"
 #include "recipe/registry.h"
+#include "recipe/roles.h"
 #include "support/attention_case.h"
 #include "support/faithful_reference.h"
 #include "support/inputs.h"

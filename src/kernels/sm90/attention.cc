@@ -12,6 +12,7 @@
 #include "kernels/sm90/workspace.h"
 #include "quantize/quantize.h"
 #include "recipe/registry.h"
+#include "recipe/roles.h"
 #include "recipe/stages.h"
 #include "tile/tensor_map.h"
 

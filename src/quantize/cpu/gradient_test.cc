@@ -7,6 +7,7 @@
 
 #include "quantize/quantize.h"
 #include "recipe/exponents.h"
+#include "recipe/roles.h"
 #include "support/operands.h"
 
 namespace mxattn::quantize_test {

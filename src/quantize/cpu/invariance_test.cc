@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "quantize/quantize.h"
+#include "recipe/roles.h"
 #include "support/operands.h"
 
 namespace mxattn::quantize_test {

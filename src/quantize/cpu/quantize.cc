@@ -8,6 +8,7 @@
 #include "base/numeric.h"
 #include "quantize/cpu/rows.h"
 #include "recipe/exponents.h"
+#include "recipe/roles.h"
 
 namespace mxattn {
 namespace {

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "recipe/exponents.h"
+#include "recipe/roles.h"
 #include "support/operands.h"
 
 namespace mxattn::quantize_test {
