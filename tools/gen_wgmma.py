@@ -65,7 +65,10 @@ def call(n, form, mode):
     name = f"{mode}_{form}" if mode != "keep" else form
     a_parameter = "std::uint64_t a" if form == "ss" else "const std::uint32_t (&a)[4]"
     keep = ", int keep" if mode == "keep" else ""
-    lines.append(f"  __device__ __forceinline__ static void {name}(float (&d)[{count}], {a_parameter},")
+    accumulator = f"float (&d)[{count}]"
+    lines.append(
+        f"  __device__ __forceinline__ static void {name}({accumulator}, {a_parameter},"
+    )
     lines.append(f"                                                std::uint64_t b{keep}) {{")
     at = count
     a_text = f"%{at}" if form == "ss" else f"{{%{at}, %{at + 1}, %{at + 2}, %{at + 3}}}"

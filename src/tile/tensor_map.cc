@@ -15,8 +15,8 @@ EncodeTiled encode_tiled() {
   static const EncodeTiled function = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found{};
-    const cudaError_t status = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                                12000, cudaEnableDefault, &found);
     if (status != cudaSuccess or found != cudaDriverEntryPointSuccess) entry = nullptr;
     return reinterpret_cast<EncodeTiled>(entry);
   }();

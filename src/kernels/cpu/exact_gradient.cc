@@ -1,9 +1,10 @@
 #include "kernels/cpu/exact_gradient.h"
-#include "recipe/roles.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+
+#include "recipe/roles.h"
 
 namespace mxattn::kernels::exact {
 namespace {

@@ -3,7 +3,7 @@
 //
 // Every target gives the same bits: those without a fused multiply-add are switched off by
 // HWY_DISABLED_TARGETS (CMakeLists.txt of this room), and the emulated one calls std::fma.
-// What the quantiser has (E4M3 codes to values, BF16 to FP32, one-rounding FMA) is taken from there.
+// What the quantiser has (E4M3 codes to values, BF16 to FP32, one-rounding FMA) comes from there.
 
 #include <cstddef>
 #include <cstdint>
