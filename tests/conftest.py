@@ -8,16 +8,12 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import hypothesis
+import hypothesis_profile
 import mxattn_capi
 import numpy as np
 import pytest
 
-# The same examples on every run: what fails here fails on every machine.
-hypothesis.settings.register_profile(
-    "mxattn", derandomize=True, deadline=None, max_examples=25, print_blob=True
-)
-hypothesis.settings.load_profile("mxattn")
+hypothesis_profile.load()
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
