@@ -1,0 +1,298 @@
+"""The functions of the package for torch tensors, as operators with autograd.
+
+`mxattn::forward` and `mxattn::backward` are operators of torch.library: they have fake versions for
+torch.compile and save their state as tensors. Nothing here reads a value of a tensor on a device,
+so no call waits for it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mxattn import capi
+from mxattn.capi import UNSUPPORTED, Plan, Problem, Unsupported, invalid
+from mxattn.frontend import _options
+
+_library = torch.library.Library("mxattn", "DEF")
+_MASK_AND_RECIPE = (
+    "float? softmax_scale, bool causal, int window_left, int window_right, str recipe"
+)
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, "
+    f"Tensor? plan, {_MASK_AND_RECIPE}) -> (Tensor out, Tensor lse, Tensor state)"
+)
+_library.define(
+    "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor state, "
+    f"Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? plan, {_MASK_AND_RECIPE}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+# ---- problems and calls ------------------------------------------------------------------------
+
+
+def problem_of(q, k, cu_seqlens_q, *, softmax_scale, causal, window, recipe) -> Problem:
+    """The problem of tensors of these shapes on their device."""
+    for name, x in (("q", q), ("k", k)):
+        if x.ndim != 3:
+            raise invalid(f"{name}.shape", tuple(x.shape), "(tokens, heads, head_dim)")
+    return capi.cached_problem(
+        tuple(q.shape), tuple(k.shape), cu_seqlens_q.shape[0] - 1, causal=causal, window=window,
+        softmax_scale=softmax_scale, recipe=recipe, device=_device_index(q.device),
+    )  # fmt: skip
+
+
+def _device_index(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise invalid("q.device", device, "cpu or cuda")
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _stream(device: torch.device) -> int | None:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def _workspace(problem: Problem, device: torch.device) -> torch.Tensor | None:
+    """Memory of the current stream: the allocator hands it out again behind this call's work."""
+    size = problem.workspace_bytes
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+
+def _same_device(device: torch.device, **tensors) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.device != device:
+            raise invalid(f"{name}.device", x.device, f"{device}, as q")
+
+
+def call_of(problem: Problem, device, cu_q, cu_k, state, plan, **tensors):
+    """What a call takes, and what it keeps alive. `state`: buffers, or one block of bytes.
+
+    Checks that `tensors`, all others of the call, lie on the device.
+    """
+    block = isinstance(state, torch.Tensor)
+    if block and state.nbytes < problem.state_bytes:
+        raise invalid("state.nbytes", state.nbytes, f"at least {problem.state_bytes}")
+    buffers = {"state": state} if block else {f"state[{i}]": x for i, x in enumerate(state)}
+    _same_device(device, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **buffers, **tensors)
+    workspace = _workspace(problem, device)
+    call = problem.call(
+        cu_q, cu_k, state.data_ptr() if block else state, workspace=workspace,
+        stream=_stream(device), plan=plan,
+    )  # fmt: skip
+    return call, workspace
+
+
+def empty_state(problem: Problem, device) -> list[torch.Tensor]:
+    return [
+        torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype.name), device=device)
+        for buffer in problem.state
+    ]
+
+
+# ---- operators ---------------------------------------------------------------------------------
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def _plan(token: torch.Tensor | None) -> Plan | None:
+    return None if token is None else Plan.of(token.item())  # a tensor of the CPU
+
+
+def _forward(q, k, v, cu_q, cu_k, plan, softmax_scale, causal, left, right, recipe):
+    problem = problem_of(q, k, cu_q, softmax_scale=softmax_scale, causal=causal,
+                         window=(left, right), recipe=recipe)  # fmt: skip
+    q, k, v = _unit(q), _unit(k), _unit(v)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    state = torch.empty(problem.state_bytes, dtype=torch.uint8, device=q.device)
+    call, _keep = call_of(problem, q.device, cu_q, cu_k, state, _plan(plan), k=k, v=v)
+    problem.forward(call, q, k, v, out, lse)
+    return out, lse, state
+
+
+def _backward(dout, q, k, v, out, lse, state, cu_q, cu_k, plan, softmax_scale, causal, left, right,
+              recipe):  # fmt: skip
+    problem = problem_of(q, k, cu_q, softmax_scale=softmax_scale, causal=causal,
+                         window=(left, right), recipe=recipe)  # fmt: skip
+    q, k, v, out, dout = (_unit(x) for x in (q, k, v, out, dout))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    call, _keep = call_of(problem, q.device, cu_q, cu_k, state, _plan(plan), k=k, v=v, out=out,
+                          lse=lse, dout=dout)  # fmt: skip
+    problem.backward(call, q, k, v, out, lse.contiguous(), dout, dq, dk, dv)
+    return dq, dk, dv
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("forward", _forward, _key)
+    _library.impl("backward", _backward, _key)
+
+
+@torch.library.register_fake("mxattn::forward", lib=_library)
+def _(q, k, v, cu_q, cu_k, plan, softmax_scale, causal, left, right, recipe):
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    sizes = (*q.shape, *k.shape, cu_q.shape[0])
+    if all(isinstance(size, int) for size in sizes):
+        problem = problem_of(q, k, cu_q, softmax_scale=softmax_scale, causal=causal,
+                             window=(left, right), recipe=recipe)  # fmt: skip
+        size = problem.state_bytes
+    else:  # one graph serves every length: the size is known when it runs
+        size = torch.library.get_ctx().new_dynamic_size()
+    return out, lse, torch.empty(size, dtype=torch.uint8, device=q.device)
+
+
+@torch.library.register_fake("mxattn::backward", lib=_library)
+def _(dout, q, k, v, *_):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, cu_q, cu_k, plan, *ctx.options = inputs
+    out, lse, state = output
+    ctx.mark_non_differentiable(lse, state)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, state, cu_q, cu_k, plan)
+
+
+def _gradients(ctx, dout, _dlse, _dstate):
+    if dout is None:
+        return (None,) * 11
+    q, k, v, out, lse, state, cu_q, cu_k, plan = ctx.saved_tensors
+    grads = torch.ops.mxattn.backward(
+        dout, q, k, v, out, lse, state, cu_q, cu_k, plan, *ctx.options
+    )
+    return *grads, *(None,) * 8
+
+
+torch.library.register_autograd("mxattn::forward", _gradients, setup_context=_save, lib=_library)
+
+
+def _no_vmap(info, in_dims, *_):
+    raise Unsupported(UNSUPPORTED, "vmap = a batch: expected tensors; pack documents or use attn")
+
+
+for _name in ("forward", "backward"):
+    torch.library.register_vmap(f"mxattn::{_name}", _no_vmap, lib=_library)
+
+
+# ---- functions ---------------------------------------------------------------------------------
+
+
+def _int32(name: str, cu_seqlens):
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise invalid(name, type(cu_seqlens).__name__, "an int32 tensor on the device of q")
+    if cu_seqlens.dtype == torch.int64:
+        return cu_seqlens.to(torch.int32)
+    return cu_seqlens
+
+
+def attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *,
+                softmax_scale=None, causal=False, window_size=(-1, -1), recipe="fp8",
+                return_lse=False, plan=None):  # fmt: skip
+    """mxattn.attn_varlen for torch, with gradients for q, k and v.
+
+    q: (total_q, heads_q, head_dim); k, v: (total_k, heads_k, head_dim); bfloat16 (under autocast,
+    any float), any strides. cu_seqlens: int32 (documents + 1,) on the device of q; int64 is
+    converted. Returns out, bfloat16 of q's shape; with return_lse (out, lse), lse float32 (heads_q,
+    total_q) in natural logarithms and without gradient. On a device, lengths are taken as they are.
+    """
+    cu_seqlens_q = _int32("cu_seqlens_q", cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        cu_seqlens_k = _int32("cu_seqlens_k", cu_seqlens_k)
+    _same_device(q.device, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
+    if plan is not None and plan.token is None:
+        raise invalid("plan", "a plan of numpy lengths", "one that make_plan made of tensors")
+    options = _options(causal, window_size, softmax_scale, recipe)
+    out, lse, _ = torch.ops.mxattn.forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None if plan is None else plan.token,
+        options["softmax_scale"], options["causal"], *options["window"], recipe,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def attn(q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), recipe="fp8",
+         return_lse=False):  # fmt: skip
+    """mxattn.attn for torch, with gradients.
+
+    q: (batch, tokens_q, heads_q, head_dim); k, v: (batch, tokens_k, heads_k, head_dim); lse (batch,
+    heads_q, tokens_q). All else as attn_varlen.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape[0] != q.shape[0]:
+            raise invalid(f"{name}.shape", tuple(x.shape), "(batch, tokens, heads, head_dim) as q")
+    batch, tokens, heads, _ = q.shape
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    out, lse = attn_varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * tokens, starts * k.shape[1],
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, recipe=recipe,
+        return_lse=True,
+    )  # fmt: skip
+    out = out.unflatten(0, (batch, tokens))
+    return (out, lse.unflatten(1, (batch, tokens)).transpose(0, 1)) if return_lse else out
+
+
+def make_plan(cu_seqlens_q, cu_seqlens_k, q_shape, k_shape, options) -> Plan:
+    """The plan of mxattn.make_plan where the lengths lie."""
+    device = cu_seqlens_q.device
+    cu_q = _int32("cu_seqlens_q", cu_seqlens_q)
+    cu_k = None if cu_seqlens_k is None else _int32("cu_seqlens_k", cu_seqlens_k)
+    ends = {"q": cu_q, "k": cu_q if cu_k is None else cu_k}
+    shapes = []
+    for (name, end), shape in zip(ends.items(), (q_shape, k_shape), strict=True):
+        if shape[0] is None and device.type != "cpu":
+            raise invalid(f"total_{name}", None, f"the rows of {name}: the lengths lie on a device")
+        shapes.append((int(end[-1]) if shape[0] is None else shape[0], *shape[1:]))
+    problem = capi.cached_problem(
+        *shapes, cu_q.shape[0] - 1, device=_device_index(device), **options
+    )
+    if device.type == "cpu":
+        plan = problem.make_plan(cu_q, cu_k)
+    else:
+        memory = torch.empty(problem.plan_bytes, dtype=torch.uint8, device=device)
+        workspace = _workspace(problem, device)
+        plan = problem.make_device_plan(cu_q, cu_k, memory, workspace, _stream(device))
+    # What the operators take: a tensor, as graphs are specialised on the values of numbers.
+    plan.token = torch.tensor(plan.key, dtype=torch.int64, device="cpu")
+    return plan
+
+
+# ---- helpers -----------------------------------------------------------------------------------
+
+
+def tensor_on(array, device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def cu_seqlens_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    """(documents,) -> (documents + 1,) int32 offsets; values are looked at on the CPU only."""
+    if lengths.ndim != 1 or lengths.numel() == 0 or lengths.is_floating_point():
+        found = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
+        raise invalid("lengths", found, "integers (documents,)")
+    if lengths.device.type == "cpu" and lengths.min() < 0:
+        raise invalid(f"lengths[{int(lengths.argmin())}]", int(lengths.min()), "at least 0")
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def merge_lse(out_a, lse_a, out_b, lse_b):
+    """mxattn.merge_lse for torch; out of the dtype of out_a."""
+    for name, x, like in (("out_b", out_b, out_a), ("lse_b", lse_b, lse_a)):
+        if x.shape != like.shape:
+            raise invalid(f"{name}.shape", tuple(x.shape), str(tuple(like.shape)))
+    if out_a.ndim != 3 or lse_a.shape != (out_a.shape[1], out_a.shape[0]):
+        expected = "(heads, tokens) of out (tokens, heads, dim)"
+        raise invalid("lse_a.shape", tuple(lse_a.shape), expected)
+    top = torch.maximum(lse_a, lse_b).float()
+    top = torch.where(top == -torch.inf, 0, top)
+    a, b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    total = a + b
+    lse = torch.log(total) + top
+    share = torch.where(total == 0, 1, total)
+    out = out_a.float() * (a / share).T[..., None] + out_b.float() * (b / share).T[..., None]
+    return out.to(out_a.dtype), lse
