@@ -367,8 +367,8 @@ class Problem:
             tensor(cu_seqlens_k),
             memory.data_ptr(),
             memory.nbytes,
-            workspace.data_ptr(),
-            workspace.nbytes,
+            None if workspace is None else workspace.data_ptr(),
+            0 if workspace is None else workspace.nbytes,
             stream,
         )
         handle = c.c_void_p()
@@ -396,6 +396,7 @@ class Plan:
     def __init__(self, handle: c.c_void_p, keep=()):
         self.handle = handle
         self.key = next(Plan._next)
+        self.token = None  # the key as a tensor, where torch made the plan
         self._keep = keep
         Plan._living[self.key] = self
         weakref.finalize(self, lib.mxattn_plan_destroy, handle)
