@@ -8,12 +8,10 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import hypothesis_profile
+import hypothesis_profile  # noqa: F401
 import mxattn_capi
 import numpy as np
 import pytest
-
-hypothesis_profile.load()
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:

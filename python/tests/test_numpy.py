@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hypothesis_profile  # noqa: F401
 import mxattn
 import numpy as np
 import pytest
