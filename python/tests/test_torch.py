@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import hypothesis_profile  # noqa: F401
 import mxattn
 import mxattn.torch
 import numpy as np
@@ -230,6 +231,22 @@ def test_compiled_gradients_have_the_same_bits():
         want = gradients(dout, mxattn.attn_varlen(q, k, v, cu, causal=True) * 2, q, k, v)
         got = gradients(dout, step(q, k, v, cu), q, k, v)
         assert all(same(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_other_kinds_of_derivatives_are_refused():
+    q, k, v, dout = inputs(grad=True)
+    (dq,) = torch.autograd.grad(mxattn.attn_varlen(q, k, v, CU), q, dout, create_graph=True)
+    with pytest.raises(mxattn.Unsupported, match="first order"):
+        dq.sum().backward()
+    q, k, v = (x.detach() for x in (q, k, v))
+    with pytest.raises(RuntimeError, match="jvp|setup_context"):
+        torch.func.jvp(lambda x: mxattn.attn_varlen(x, k, v, CU), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+            mxattn.attn_varlen(dual, k, v, CU)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: mxattn.attn_varlen(x, k, v, CU).float().sum())(q)
 
 
 def test_vmap_is_refused():
