@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import itertools
+import operator
 import os
 import weakref
 from dataclasses import dataclass
@@ -228,13 +229,35 @@ def tensor(array) -> Tensor:
     return Tensor(address, _code(array.dtype), array.ndim, tuple(array.shape), strides)
 
 
+def _int32(name: str, value) -> int:
+    """value, which ctypes would cut to 32 bits without a word."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise invalid(name, value, "an integer") from None
+    if not -(2**31) <= number < 2**31:
+        raise invalid(name, number, "an integer of 32 bits")
+    return number
+
+
+def _shape(name: str, shape) -> tuple[int, int, int]:
+    try:
+        tokens, heads, dim = (operator.index(size) for size in shape)
+    except (TypeError, ValueError):
+        found = tuple(shape) if hasattr(shape, "__iter__") else shape
+        raise invalid(f"{name}.shape", found, "(tokens, heads, head_dim)") from None
+    if not -(2**63) <= tokens < 2**63:
+        raise invalid(f"{name}.shape", (tokens, heads, dim), "sizes of 64 bits")
+    return tokens, _int32(f"heads_{name}", heads), _int32("head_dim", dim)
+
+
 def make_config(q_shape, k_shape, num_documents, *, recipe="fp8", backend="auto", causal=False,
                 window=(-1, -1), softmax_scale=None, rotate=-1, threads=0,
                 device=None):  # fmt: skip
     """`device` is the index of a CUDA device, None the CPU."""
-    for name, shape in (("q", q_shape), ("k", k_shape)):
-        if len(shape) != 3:
-            raise invalid(f"{name}.shape", tuple(shape), "(tokens, heads, head_dim)")
+    q_shape, k_shape = _shape("q", q_shape), _shape("k", k_shape)
+    if k_shape[2] != q_shape[2]:
+        raise invalid("k.shape", k_shape, f"a head dimension of {q_shape[2]}, as q")
     config = ProblemConfig()
     lib.mxattn_problem_config_init(c.byref(config))
     config.recipe = recipe.encode()
@@ -243,13 +266,14 @@ def make_config(q_shape, k_shape, num_documents, *, recipe="fp8", backend="auto"
     config.device_index = device or 0
     config.total_q, config.heads_q, config.head_dim = q_shape
     config.total_k, config.heads_k = k_shape[:2]
-    config.num_documents = num_documents
+    config.num_documents = _int32("num_documents", num_documents)
     config.causal = causal
-    config.window_left, config.window_right = window
+    config.window_left = _int32("window_left", window[0])
+    config.window_right = _int32("window_right", window[1])
     config.has_softmax_scale = softmax_scale is not None
     config.softmax_scale = softmax_scale or 0.0
     config.rotate = rotate
-    config.threads = threads
+    config.threads = _int32("threads", threads)
     return config
 
 

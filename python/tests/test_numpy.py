@@ -126,7 +126,11 @@ def test_can_run_and_explain():
     assert mxattn.can_run((64, 4, 64), (64, 2, 64), 4)
     verdict = mxattn.can_run((64, 4, 64), (64, 3, 64))
     assert not verdict and "heads_q" in verdict.reason
-    assert "dimension" in mxattn.can_run((64, 4, 300)).reason or mxattn.can_run((64, 4, 300)).reason
+    assert "head_dim" in mxattn.can_run((64, 4, 300)).reason
+    assert "as q" in mxattn.can_run((64, 4, 64), (64, 2, 32)).reason
+    for shape in (5, "x", (64, 64), (64, 2**32 + 4, 64), (2**64, 4, 64), (1.5, 4, 64)):
+        assert mxattn.can_run(shape).reason
+    assert mxattn.can_run(np.array([64, 4, 64]), num_documents=np.int64(4))
     assert not mxattn.can_run((64, 64)) and not mxattn.can_run((64, 4, 64), recipe="none")
     assert "cpu" in mxattn.explain((64, 4, 64))
     assert not mxattn.recipes()["fp8"]["control"] and mxattn.recipes()["fp8_tensor"]["control"]
@@ -155,6 +159,7 @@ Q, K, V = inputs()
         ((Q, K, V, CU), {"recipe": None}, r"recipe = None: expected one of fp8"),
         ((Q, K, V, CU), {"window_size": 5}, r"window_size = 5: expected \(left, right\)"),
         ((Q, K, V, CU), {"window_size": (-2, 0)}, r"window_left = -2"),
+        ((Q, K, V, CU), {"window_size": (2**32, 0)}, r"window_left = 4294967296: expected an int"),
         ((Q, K, V, CU), {"softmax_scale": np.inf}, r"softmax_scale = inf"),
     ],
 )
