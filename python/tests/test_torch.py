@@ -219,13 +219,16 @@ def test_compile_needs_two_graphs_for_all_microbatches():
     assert len(graphs) == 2
 
 
-def test_compiled_gradients_have_the_same_bits():
+@pytest.mark.parametrize("again", [False, True], ids=["saved", "checkpointed"])
+def test_compiled_gradients_have_the_same_bits(again):
+    def layer(q, k, v, cu):
+        return mxattn.attn_varlen(q, k, v, cu, causal=True) * 2
+
+    def saving_little(*x):
+        return checkpoint(layer, *x, use_reentrant=False)
+
     torch._dynamo.reset()
-    step = torch.compile(
-        lambda q, k, v, cu: mxattn.attn_varlen(q, k, v, cu, causal=True) * 2,
-        fullgraph=True,
-        backend="aot_eager",
-    )
+    step = torch.compile(saving_little if again else layer, fullgraph=True, backend="aot_eager")
     q, k, v, dout = inputs(grad=True)
     for cu in (CU, CU[:3], CU[:4]):
         want = gradients(dout, mxattn.attn_varlen(q, k, v, cu, causal=True) * 2, q, k, v)
