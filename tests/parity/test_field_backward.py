@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import read_safetensors
+from captures import read_safetensors
 from field import FOLDED, assert_close_to_exact, assert_finite, normal
 from mxattn_capi import INVALID_ARGUMENT, Attention, MxattnError, attention, recipes
 from reference import bf16, bits, cosine, exact, offsets, same_bits
