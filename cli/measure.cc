@@ -10,8 +10,8 @@ namespace cli {
 namespace {
 
 constexpr const char* kReference = "exact";
-constexpr double kFastSeconds = 0.3;  // calls below this are repeated, the fastest counts
-constexpr int kRepeats = 3;
+// Calls are repeated until they took this long together; the fastest counts.
+constexpr double kSecondsOfCalls = 0.3;
 
 /// Exact and quantised attention alike: 4 n^2 d for all pairs forward, 2.5 times that backward.
 double flops(const Capture& capture, const Layer& layer) {
@@ -111,8 +111,10 @@ Report measure(const Capture& capture, const MeasureOptions& options) {
       progress.begin(fmt::format("{}: {}", layer.name, recipe));
       Attention attention(capture, layer, recipe, options.backend, options.threads);
       double seconds = attention.run(layer);
-      for (int i = 1; i < kRepeats and seconds < kFastSeconds; ++i) {
-        seconds = std::min(seconds, attention.run(layer));
+      for (double spent = seconds; spent < kSecondsOfCalls;) {
+        const double again = attention.run(layer);
+        spent += again;
+        seconds = std::min(seconds, again);
       }
       for (int head = 0; head < layer.heads_q; ++head) {
         cases.push_back({layer.name, head, recipe, attention.backend(),
