@@ -31,7 +31,7 @@ int run(const cli::Action& action) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"Attention in 8 and 4 bits, forward and backward, for training."};
+  CLI::App app{"Attention in 8 bits, forward and backward, for training."};
   app.set_version_flag("--version", mxattn::version());
   // None is allowed here, so that a word which is no command is reported as such.
   app.require_subcommand(0, 1);

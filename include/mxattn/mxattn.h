@@ -1,4 +1,4 @@
-/* mxattn: attention in 8 and 4 bits, forward and backward, for training. The C interface.
+/* mxattn: attention in 8 bits, forward and backward, for training. The C interface.
  *
  * Conventions
  *   - Every function that can fail returns a mxattn_status; mxattn_last_error() then tells, for the

@@ -1,4 +1,4 @@
-"""Attention in 8 and 4 bits, forward and backward, for training.
+"""Attention in 8 bits, forward and backward, for training.
 
 The functions take numpy arrays or torch tensors (see mxattn.torch). Shapes are (tokens, heads,
 head_dim) for packed documents and (batch, tokens, heads, head_dim) for `attn`; query heads are a
