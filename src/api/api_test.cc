@@ -223,8 +223,9 @@ TEST(Api, BoundedErrorOfRestoredValues) {
   for (int t = 0; t < 25; ++t) {  // the first document: slots are tokens
     for (int head = 0; head < Case::kHeadsK; ++head) {
       const int exponent = exponents[head * at->shape[1] + t];
+      const auto row = static_cast<std::size_t>(t * Case::kHeadsK + head) * Case::kDim;
       for (int channel = 0; channel < Case::kDim; ++channel) {
-        const auto i = static_cast<std::size_t>((t * Case::kHeadsK + head) * Case::kDim + channel);
+        const std::size_t i = row + channel;
         const double x = from_bf16(c.v[i]), y = c.restored[i];
         EXPECT_LE(std::abs(x - y), std::max(std::abs(x) * 0x1p-4, std::ldexp(1.0, exponent - 10)));
         exact += x == y;
