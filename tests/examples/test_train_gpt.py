@@ -1,0 +1,83 @@
+"""examples/train_gpt.py learns, evaluates twice, and refuses what it cannot use."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("tqdm")
+
+PATH = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+TINY = "--device cpu --tokens 256 --layers 1 --width 64 --head-dim 32 --eval-packs 1".split()
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_gpt", PATH)
+    module = importlib.util.module_from_spec(spec)
+    # dataclass looks its module up.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "train_gpt", module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Paragraphs of a few words, so that there is something to learn soon."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    words = ("attention", "keys", "queries", "values", "causal", "documents")
+    lines = (" ".join(words[(i * j) % 6] for j in range(1, 9)) for i in range(1, 2000))
+    path.write_text("\n\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16", "sdpa"])
+def test_training_learns_and_evaluates_twice(example, text, tmp_path, recipe):
+    out = tmp_path / "out.json"
+    steps = ["--steps", "30", "--eval-every", "20", "--lr", "3e-3", "--recipe", recipe]
+    example.main(["--text", str(text), *TINY, *steps, "--json", str(out)])
+    found = json.loads(out.read_text())
+    assert len(found["train_loss"]) == 30
+    assert found["train_loss"][0] == pytest.approx(5.55, abs=0.1)  # ln 256
+    assert found["train_loss"][-1] < 3.2
+    assert [point["step"] for point in found["evaluations"]] == [20, 30]
+    for point in found["evaluations"]:
+        assert point["own"] == pytest.approx(point["exact"], abs=0.01)
+
+
+def test_the_same_seed_gives_the_same_losses(example, text):
+    args = ["--text", str(text), *TINY, "--steps", "4"]
+    first, again = (example.train(example.parse(args))["train_loss"] for _ in range(2))
+    assert first == again
+
+
+def test_packs_hold_every_document_apart(example, text):
+    packer = example.Packer(example.read_text(text), 300, seed=3, device="cpu")
+    for _ in range(5):
+        pack = packer.next()
+        assert sum(pack.lengths) == len(pack.tokens) == 300
+        assert pack.cu_seqlens.tolist()[1:] == torch.tensor(pack.lengths).cumsum(0).tolist()
+        for begin, n in zip(pack.cu_seqlens.tolist(), pack.lengths, strict=False):
+            assert pack.positions[begin : begin + n].tolist() == list(range(n))
+            inside = pack.targets[begin : begin + n - 1]
+            assert torch.equal(inside, pack.tokens[begin + 1 : begin + n])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--text", "/nowhere"], "/nowhere: no such file"),
+        (["--recipe", "fp9"], "fp9: expected sdpa or one of fp8"),
+        (["--steps", "0"], "--steps 0: expected at least 1"),
+        (["--head-dim", "48"], "--head-dim 48: expected an even divisor of --width 64"),
+        (["--tokens", "1000000"], "bytes, expected"),
+    ],
+)
+def test_wrong_options_are_named(example, text, capsys, change, says):
+    with pytest.raises(SystemExit) as raised:
+        example.main(["--text", str(text), *TINY, *change])
+    assert raised.value.code == 2
+    assert says in capsys.readouterr().err
