@@ -59,7 +59,7 @@ bool same_rows(const Bf16Vector& a, const Bf16Vector& b, std::size_t row_size, R
 
 /// Bits of O, L, mu, LSE and dQ of the tokens `rows`, of a case with one head.
 void expect_same_queries(const AttentionCase& test, const Result& a, const Result& b, Rows rows) {
-  const auto size = static_cast<std::size_t>(test.spec().heads_q * test.spec().dim);
+  const auto size = static_cast<std::size_t>(test.spec().heads_q) * test.spec().dim;
   EXPECT_TRUE(same_rows(a.out, b.out, size, rows));
   EXPECT_TRUE(same_rows(a.dq, b.dq, size, rows));
   for (std::int64_t n = rows.first; n < rows.second; ++n) {
