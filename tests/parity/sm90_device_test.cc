@@ -40,6 +40,7 @@ struct Counts {
 template <class T>
 void expect_equal(const char* what, const std::vector<T>& device, const T* host) {
   for (std::size_t i = 0; i < device.size(); ++i) {
+    // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): bits, as of NaN and -0
     if (std::memcmp(&device[i], host + i, sizeof(T)) != 0) {
       ADD_FAILURE() << what << "[" << i << "] of " << device.size() << ": "
                     << static_cast<double>(device[i]) << ", expected "

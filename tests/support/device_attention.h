@@ -332,7 +332,7 @@ class DeviceAttention {
   }
 
   void upload(const Bf16Vector& x, std::uint16_t* to) const {
-    const std::size_t row = static_cast<std::size_t>(128 + options_.pad);
+    const std::size_t row = 128 + static_cast<std::size_t>(options_.pad);
     const std::size_t rows = x.size() / 128;
     std::vector<std::uint16_t> padded(rows * row, 0xFFFF);
     for (std::size_t r = 0; r < rows; ++r) {
@@ -341,7 +341,7 @@ class DeviceAttention {
     copy(padded.data(), to, padded.size() * 2);
   }
   Bf16Vector download(const std::uint16_t* from, std::int64_t tokens, int heads) const {
-    const std::size_t row = static_cast<std::size_t>(128 + options_.pad);
+    const std::size_t row = 128 + static_cast<std::size_t>(options_.pad);
     const auto rows = static_cast<std::size_t>(tokens * heads);
     const std::vector<std::uint16_t> padded = host(from, rows * row);
     Bf16Vector x(rows * 128);

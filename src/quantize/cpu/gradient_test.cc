@@ -185,7 +185,7 @@ TEST(Gradient, BoundedDeltaIsTheDotProduct) {
     for (int c = 0; c < dim; ++c) {
       const double product =
           std::ldexp(value_of_signed_code(got.g.codes[t * dim + c]), got.g.exponents[t]) *
-          double{value_of_bf16(in.out.data[static_cast<std::size_t>(t * dim + c)])};
+          double{value_of_bf16(in.out.data[static_cast<std::size_t>(t) * dim + c])};
       exact += product;
       magnitudes += std::fabs(product);
     }
@@ -252,8 +252,8 @@ TEST(Restore, BoundedQuantisationError) {
     for (int t = 0; t < 150; ++t) {
       double error = 0, norm = 0;
       for (int i = 0; i < dim; ++i) {
-        const double value = value_of_bf16(x.data[static_cast<std::size_t>(t * dim + i)]);
-        error += std::pow(y[static_cast<std::size_t>(t * dim + i)] - value, 2);
+        const double value = value_of_bf16(x.data[static_cast<std::size_t>(t) * dim + i]);
+        error += std::pow(y[static_cast<std::size_t>(t) * dim + i] - value, 2);
         norm += value * value;
       }
       const double step = std::ldexp(std::sqrt(double{dim}), operand.exponents[t] - 10);
