@@ -218,4 +218,31 @@ double cosine(const std::vector<A>& a, const std::vector<B>& b) {
   return ab / std::sqrt(aa * bb);
 }
 
+/// The inputs of a case under another specification of the same shapes.
+inline AttentionCase with_spec(const AttentionCase& test, const CaseSpec& spec) {
+  AttentionCase other(spec);
+  other.q = test.q;
+  other.k = test.k;
+  other.v = test.v;
+  other.dout = test.dout;
+  return other;
+}
+
+/// The inputs of a case under another recipe.
+inline AttentionCase with_recipe(const AttentionCase& test, const Recipe& recipe) {
+  CaseSpec spec = test.spec();
+  spec.recipe = recipe;
+  return with_spec(test, spec);
+}
+
+/// The recipes that a backend runs, in the order of the registry.
+inline std::vector<RecipeInfo> supported_recipes(const kernels::Backend& backend) {
+  std::vector<RecipeInfo> supported;
+  for (const RecipeInfo& info : all_recipes()) {
+    const AttentionCase test({.recipe = info.recipe, .q_lens = {1}});
+    if (backend.supports(test.problem()).empty()) supported.push_back(info);
+  }
+  return supported;
+}
+
 }  // namespace mxattn::test

@@ -9,6 +9,7 @@
 #include "formats/fp8.h"
 #include "kernels/cpu/exact.h"
 #include "support/attention_case.h"
+#include "support/cosines.h"
 #include "support/inputs.h"
 
 namespace mxattn::test {
@@ -16,32 +17,9 @@ namespace {
 
 using kernels::exact_backend;
 
-Cosines cosines(const Result& a, const Result& b) {
-  return {cosine(a.out, b.out), cosine(a.dq, b.dq), cosine(a.dk, b.dk), cosine(a.dv, b.dv)};
-}
-
 Result run(const AttentionCase& test) { return test.run(exact_backend(), 2); }
 
-/// A case's inputs under another recipe.
-AttentionCase with_recipe(const AttentionCase& test, const Recipe& recipe) {
-  CaseSpec spec = test.spec();
-  spec.recipe = recipe;
-  AttentionCase other(spec);
-  other.q = test.q;
-  other.k = test.k;
-  other.v = test.v;
-  other.dout = test.dout;
-  return other;
-}
-
 Result exact_of(const AttentionCase& test) { return run(with_recipe(test, recipes::exact)); }
-
-void expect_near(const Cosines& got, const Cosines& want, double tolerance) {
-  EXPECT_NEAR(got.o, want.o, tolerance);
-  EXPECT_NEAR(got.dq, want.dq, tolerance);
-  EXPECT_NEAR(got.dk, want.dk, tolerance);
-  EXPECT_NEAR(got.dv, want.dv, tolerance);
-}
 
 // ---- figures ----------------------------------------------------------------------------------
 

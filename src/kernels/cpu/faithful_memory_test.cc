@@ -51,15 +51,6 @@ using kernels::faithful_backend;
 using kernels::ForwardArgs;
 using kernels::Problem;
 
-std::vector<RecipeInfo> fast_recipes() {
-  std::vector<RecipeInfo> fast;
-  for (const RecipeInfo& info : all_recipes()) {
-    const AttentionCase test({.recipe = info.recipe, .q_lens = {1}});
-    if (faithful_backend().supports(test.problem()).empty()) fast.push_back(info);
-  }
-  return fast;
-}
-
 // ---- allocations ------------------------------------------------------------------------------
 
 struct Allocated {
@@ -104,7 +95,7 @@ TEST(FaithfulMemory, AllocatesNothingOfTheSizeOfATensor) {
   constexpr int kFew = 512, kMany = 1024, kHeads = 2;
   constexpr std::int64_t kTiles = kHeads * (kMany - kFew) / kernels::cpu::kTile;
   bytes_of_call(recipes::fp8, 1, 1, 8, 1);  // what is made once for a program is there
-  for (const RecipeInfo& info : fast_recipes()) {
+  for (const RecipeInfo& info : supported_recipes(faithful_backend())) {
     for (const int threads : {1, 2}) {
       for (const int dim : {7, 64}) {
         SCOPED_TRACE(testing::Message() << info.name << " threads " << threads << " d " << dim);
@@ -168,7 +159,7 @@ const Backend& strided_backend() {
 // keys, documents without queries, rows outside documents.
 TEST(FaithfulMemory, BitEqualWhereverRowsOfDqLie) {
   const Layout layouts[] = {{false, 0, 0}, {false, 1, 3}, {true, 3, 1}, {true, 0, 64}};
-  for (const RecipeInfo& info : fast_recipes()) {
+  for (const RecipeInfo& info : supported_recipes(faithful_backend())) {
     for (const int dim : {1, 2, 5, 6, 7, 8, 9, 33, 128}) {
       AttentionCase test({.recipe = info.recipe,
                           .q_lens = {3, 0, 170, 60},

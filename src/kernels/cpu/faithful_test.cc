@@ -14,6 +14,7 @@
 #include "kernels/cpu/tile_gemm.h"
 #include "recipe/registry.h"
 #include "support/attention_case.h"
+#include "support/cosines.h"
 #include "support/inputs.h"
 
 namespace mxattn::test {
@@ -21,26 +22,6 @@ namespace {
 
 using kernels::exact_backend;
 using kernels::faithful_backend;
-
-std::vector<RecipeInfo> fast_recipes() {
-  std::vector<RecipeInfo> fast;
-  for (const RecipeInfo& info : all_recipes()) {
-    const AttentionCase test({.recipe = info.recipe, .q_lens = {1}});
-    if (faithful_backend().supports(test.problem()).empty()) fast.push_back(info);
-  }
-  return fast;
-}
-
-AttentionCase with_recipe(const AttentionCase& test, const Recipe& recipe) {
-  CaseSpec spec = test.spec();
-  spec.recipe = recipe;
-  AttentionCase other(spec);
-  other.q = test.q;
-  other.k = test.k;
-  other.v = test.v;
-  other.dout = test.dout;
-  return other;
-}
 
 /// ||a - b|| / ||b||.
 double relative_error(const Bf16Vector& a, const Bf16Vector& b) {
@@ -97,7 +78,7 @@ TEST(Faithful, BoundedByOracleOverShapes) {
   for (const CaseSpec& shape : shapes) {
     AttentionCase base(shape);
     fill_normal(base, 11);
-    for (const RecipeInfo& info : fast_recipes()) {
+    for (const RecipeInfo& info : supported_recipes(faithful_backend())) {
       const bool every = info.recipe == recipes::fp8 or info.recipe == recipes::bf16;
       if (not every and turn++ % 3 != 0) continue;
       SCOPED_TRACE(testing::Message() << info.name << " d " << shape.dim);
@@ -119,21 +100,10 @@ TEST(Faithful, BoundedByOracleWhereExponentsStep) {
     }
   }
   EXPECT_GE(steps, 20);
-  for (const RecipeInfo& info : fast_recipes()) {
+  for (const RecipeInfo& info : supported_recipes(faithful_backend())) {
     SCOPED_TRACE(info.name);
     expect_oracle(with_recipe(base, info.recipe), 2);
   }
-}
-
-Cosines cosines(const Result& a, const Result& b) {
-  return {cosine(a.out, b.out), cosine(a.dq, b.dq), cosine(a.dk, b.dk), cosine(a.dv, b.dv)};
-}
-
-void expect_near(const Cosines& got, const Cosines& want, double tolerance) {
-  EXPECT_NEAR(got.o, want.o, tolerance);
-  EXPECT_NEAR(got.dq, want.dq, tolerance);
-  EXPECT_NEAR(got.dk, want.dk, tolerance);
-  EXPECT_NEAR(got.dv, want.dv, tolerance);
 }
 
 // Section 6: N = 1024, d = 128, causal.
@@ -144,11 +114,7 @@ TEST(Faithful, BoundedFiguresOfNormalInputs) {
   for (const bool sm90 : {false, true}) {
     CaseSpec spec = test.spec();
     spec.sm90_accumulator = sm90;
-    AttentionCase each(spec);
-    each.q = test.q;
-    each.k = test.k;
-    each.v = test.v;
-    each.dout = test.dout;
+    const AttentionCase each = with_spec(test, spec);
     expect_near(cosines(each.run(faithful_backend(), 2), exact), {0.9990, 0.9979, 0.9979, 0.9988},
                 0.0003);
   }
@@ -186,7 +152,7 @@ TEST(Faithful, BitEqualOnEveryTarget) {
   const std::vector<std::int64_t> targets = hwy::SupportedAndGeneratedTargets();
   EXPECT_GE(targets.size(), 2u);
   kernels::cpu::set_tile_gemm(kernels::cpu::find_tile_gemm("highway"));
-  for (const RecipeInfo& info : fast_recipes()) {
+  for (const RecipeInfo& info : supported_recipes(faithful_backend())) {
     SCOPED_TRACE(info.name);
     AttentionCase test({.recipe = info.recipe, .q_lens = {20, 150}, .dim = 40});
     fill_normal(test, 3);
