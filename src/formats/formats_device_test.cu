@@ -14,6 +14,7 @@
 #include "formats/exponent.h"
 #include "formats/scale_layout.h"
 #include "formats/stochastic.h"
+#include "support/device_array.h"
 #include "support/float_inputs.h"
 #include "support/toolkit_conversions.h"
 
@@ -21,34 +22,6 @@ namespace mxattn {
 namespace {
 
 constexpr int kFloats = 1'000'000;
-
-/// A device array; CUDA errors fail the running test.
-template <class T>
-class DeviceArray {
- public:
-  explicit DeviceArray(std::size_t size) : size_(size) {
-    EXPECT_EQ(cudaMalloc(&data_, size * sizeof(T)), cudaSuccess);
-  }
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    EXPECT_EQ(cudaMemcpy(data_, host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice),
-              cudaSuccess);
-  }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  ~DeviceArray() { cudaFree(data_); }
-
-  T* data() { return data_; }
-  std::vector<T> to_host() const {
-    std::vector<T> host(size_);
-    EXPECT_EQ(cudaMemcpy(host.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost),
-              cudaSuccess);
-    return host;
-  }
-
- private:
-  T* data_ = nullptr;
-  std::size_t size_ = 0;
-};
 
 template <class Function, class In, class Out>
 __global__ void map_kernel(const In* in, Out* out, int count) {
