@@ -72,7 +72,8 @@ __device__ __forceinline__ void store_matrix_x4(std::uint32_t shared, std::uint3
 }
 
 /// Copies 16 bytes (both addresses aligned to 16) to shared memory past the first-level cache, of
-/// which the first `bytes` come from global memory and the rest are 0. PTX ISA 9.7.9.25.3.1 cp.async.
+/// which the first `bytes` come from global memory and the rest are 0. PTX ISA 9.7.9.25.3.1
+/// cp.async.
 __device__ __forceinline__ void copy_async_16(std::uint32_t shared, const void* global,
                                               std::uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),

@@ -65,9 +65,9 @@ __device__ __forceinline__ void chain_outputs(const uint4& unit, float& low, flo
 
 /// What is summed over the channels of a row; lanes of the row agree.
 struct RowSums {
-  float squares;     // of the codes
-  float delta;       // of restored codes times O
-  float largest;     // magnitude of O; NaN if O holds one
+  float squares;      // of the codes
+  float delta;        // of restored codes times O
+  float largest;      // magnitude of O; NaN if O holds one
   std::uint32_t any;  // not 0 if a code is not 0
 };
 
@@ -109,8 +109,8 @@ __device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, float 
   // Beyond the powers of two that FP32 holds as normal numbers in two steps.
   const int first = clamp_int(-exponent, stages::kFactorExponentMin, stages::kFactorExponentMax);
   const float factor = pow2(first);
-  const float second = pow2(clamp_int(-exponent - first, stages::kFactorExponentMin,
-                                      stages::kFactorExponentMax));
+  const float second =
+      pow2(clamp_int(-exponent - first, stages::kFactorExponentMin, stages::kFactorExponentMax));
   Chain squares;
 #pragma unroll 4
   for (int unit = 0; unit < L::kDim / 8; ++unit) {
@@ -173,8 +173,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (int pass = 0; pass < L::kPasses; ++pass) {
       divisors[pass] = 0;
       if (lane_row(pass) < rows.count) {
-        const std::int64_t stat =
-            item % heads * args.dout.tokens + rows.token + lane_row(pass);
+        const std::int64_t stat = item % heads * args.dout.tokens + rows.token + lane_row(pass);
         const float sum = args.row_sum[stat];
         if (args.lse[stat] != -kInfinity) divisors[pass] = sum;
       }
@@ -214,10 +213,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const bool sees = divisors[pass] != 0;
       const std::int64_t to = row + lane_row(pass);
       args.g.exponents[to] = static_cast<std::int8_t>(exponents[pass]);
-      args.g.norms[to] = static_cast<std::int8_t>(
-          exponents[pass] == stages::kNanExponent
-              ? stages::kNanExponent
-              : stages::norm_exponent(sums.squares, exponents[pass]));
+      args.g.norms[to] =
+          static_cast<std::int8_t>(exponents[pass] == stages::kNanExponent
+                                       ? stages::kNanExponent
+                                       : stages::norm_exponent(sums.squares, exponents[pass]));
       args.delta[to] = not sees ? 0.0f : (is_nan(sums.delta) ? kNan : sums.delta);
       args.output_norms[to] = static_cast<std::int8_t>(sees ? norm : stages::kNormExponentMin);
       args.live[to] = sums.any != 0;

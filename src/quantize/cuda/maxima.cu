@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kMaximaThreads)
   for (int group = threadIdx.x; group < kEntries / kGroup; group += kMaximaThreads) {
     const int entry = group * kGroup;
     const int slot = up ? slot_of(entry) : slot_of(entry + kGroup - 1);  // the group's lowest
-    int bound = kEntries;  // no tokens
+    int bound = kEntries;                                                // no tokens
     if (slot >= 0 and slot < slots) {
       const int document = document_of(args.cu_seqlens, args.num_documents, slot);
       const int begin = __ldg(args.cu_seqlens + document);

@@ -24,11 +24,11 @@ constexpr int ctas_of(ScaleGroup group) { return group == ScaleGroup::kBlock32 ?
 /// The items of all tensors, one tensor after the other.
 struct Batch {
   QuantizeArgs tensors[kMaxTensors];
-  int ends[kMaxTensors] = {};                  // of each tensor's items
-  std::uint32_t* words[kMaxTensors] = {};      // what tiles publish, (heads, tiles)
-  int tiles[kMaxTensors] = {};                 // of a head
+  int ends[kMaxTensors] = {};              // of each tensor's items
+  std::uint32_t* words[kMaxTensors] = {};  // what tiles publish, (heads, tiles)
+  int tiles[kMaxTensors] = {};             // of a head
   int items = 0;
-  std::uint32_t* ticket = nullptr;             // the next item
+  std::uint32_t* ticket = nullptr;  // the next item
 };
 
 /// Where a warp of an item stands. Tiles of all heads advance together: a tile's predecessor is an
@@ -104,8 +104,8 @@ template <class L>
 struct Shared {
   RowBuffer<L> rows;
   CodeTile<L> codes;
-  int maximum[kWarps];   // of the exponents of a warp's tokens
-  int beyond[kWarps];    // of those that share a block with the warp's and lie in another tile
+  int maximum[kWarps];      // of the exponents of a warp's tokens
+  int beyond[kWarps];       // of those that share a block with the warp's and lie in another tile
   Place places[2][kWarps];  // of this item and the next, by turns; warps see their own
   int document[kWarps];
   bool begins;  // a document begins with the tile
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
     }
     __syncthreads();
 
-        if (more) fetch(shared.places[turn ^ 1][warp]);
+    if (more) fetch(shared.places[turn ^ 1][warp]);
     int before = kNothing;  // what the exponents of the warp's tokens are at least
     bool joins = false;     // the warp's document began in an earlier tile
     if constexpr (kRunning) {
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
     __syncthreads();
     if (joins) before = max(before, shared.before);
 
-    // Exponents of operands, codes, norms.
+      // Exponents of operands, codes, norms.
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       int exponent = exponents[pass];

@@ -86,8 +86,8 @@ struct DeviceOperand {
 std::vector<std::int32_t> offsets_of(const Pack& pack, bool query_side) {
   std::vector<std::int32_t> offsets{0};
   for (const Document& d : pack.documents) {
-    offsets.push_back(static_cast<std::int32_t>(query_side ? d.q_token + d.q_len
-                                                           : d.k_token + d.k_len));
+    offsets.push_back(
+        static_cast<std::int32_t>(query_side ? d.q_token + d.q_len : d.k_token + d.k_len));
   }
   return offsets;
 }
@@ -104,8 +104,8 @@ void expect_equal(const char* what, const std::vector<T>& device, const std::vec
                   int row = 1) {
   ASSERT_EQ(device.size(), host.size()) << what;
   for (std::size_t i = 0; i < host.size(); ++i) {
-    ASSERT_EQ(+device[i], +host[i]) << what << " " << i << ", row "
-                                    << i / static_cast<std::size_t>(row);
+    ASSERT_EQ(+device[i], +host[i])
+        << what << " " << i << ", row " << i / static_cast<std::size_t>(row);
   }
 }
 
@@ -120,7 +120,8 @@ struct Input {
 };
 
 /// Some tensors of a pack in one call, against the CPU's.
-void compare(const Recipe& recipe, const Pack& pack, bool rotate, const std::vector<Input>& inputs) {
+void compare(const Recipe& recipe, const Pack& pack, bool rotate,
+             const std::vector<Input>& inputs) {
   DeviceArray<std::int32_t> cu_q(offsets_of(pack, true)), cu_k(offsets_of(pack, false));
   std::vector<std::unique_ptr<DeviceTensor>> tensors;
   std::vector<std::unique_ptr<DeviceOperand>> operands;
@@ -227,8 +228,7 @@ TEST_F(QuantizeDevice, BitEqualLongDocumentsLookBackFar) {
         }
       }
       SCOPED_TRACE(testing::Message() << "dim " << dim << " " << info_of(recipe).name);
-      compare(recipe, pack, true,
-              {{Role::kK, x, 0, false, false}, {Role::kV, x, 0, true, true}});
+      compare(recipe, pack, true, {{Role::kK, x, 0, false, false}, {Role::kV, x, 0, true, true}});
       if (HasFatalFailure()) return;
     }
   }
@@ -257,8 +257,7 @@ TEST_F(QuantizeDevice, BitEqualAtEveryMagnitude) {
       const Tensor x = heavy_tailed(random, pack.total_k, 1, dim, 1, scale);
       for (const Recipe& recipe : kDeviceRecipes) {
         SCOPED_TRACE(testing::Message() << "dim " << dim << " 2^" << scale);
-        compare(recipe, pack, true,
-                {{Role::kK, x, 0, true, false}, {Role::kV, x, 0, true, false}});
+        compare(recipe, pack, true, {{Role::kK, x, 0, true, false}, {Role::kV, x, 0, true, false}});
         if (HasFatalFailure()) return;
       }
     }
@@ -409,9 +408,8 @@ TEST_F(QuantizeDevice, BitEqualGradientOverRandomPacks) {
     Tensor dout = input(random, pack.total_q, heads, dim);
     spoil(random, dout);  // also beyond the range of fast division
     SCOPED_TRACE(testing::Message() << "repeat " << repeat);
-    compare_gradient(repeat % 7 == 3 ? recipes::mxfp8_floor : recipes::fp8, pack,
-                     masks[repeat % 4], dout, input(random, pack.total_q, heads, dim), row_sum,
-                     kPads[repeat % 5]);
+    compare_gradient(repeat % 7 == 3 ? recipes::mxfp8_floor : recipes::fp8, pack, masks[repeat % 4],
+                     dout, input(random, pack.total_q, heads, dim), row_sum, kPads[repeat % 5]);
     if (HasFatalFailure()) return;
   }
 }
@@ -471,8 +469,8 @@ TEST_F(QuantizeDevice, BitEqualChunkMaxima) {
           int largest_from = -128;
           for (int i = d.k_len - 1; i >= 0; --i) {
             const int begin = stages::chunk_begin(stages::chunk_of(i));
-            const int first = static_cast<int>(
-                std::max<std::int64_t>(begin, std::int64_t{i} + 1 - window));
+            const int first =
+                static_cast<int>(std::max<std::int64_t>(begin, std::int64_t{i} + 1 - window));
             ASSERT_EQ(got_up[static_cast<std::size_t>(at + i)],
                       *std::max_element(v + first, v + i + 1))
                 << "token " << i << " window " << window;
@@ -488,9 +486,9 @@ TEST_F(QuantizeDevice, BitEqualChunkMaxima) {
 
 TEST_F(QuantizeDevice, EqualTileScales) {
   Random random(10);
-  using stages::Exponent;
   using cuda::kNanScale;
   using cuda::kNoScale;
+  using stages::Exponent;
   const auto stored = [](std::int8_t byte) { return Exponent::stored(byte); };
   const auto value = [](Exponent e) { return e.nan ? kNanScale : e.value; };
   for (int repeat = 0; repeat < 30; ++repeat) {
@@ -547,7 +545,8 @@ TEST_F(QuantizeDevice, EqualTileScales) {
             }
             tiles.push_back(tile);
             if (tile.live == 0) continue;
-            most = {std::max(most.a, tile.a), std::max(most.b, tile.b), std::max(most.c, tile.c), 1};
+            most = {std::max(most.a, tile.a), std::max(most.b, tile.b), std::max(most.c, tile.c),
+                    1};
             least = {std::min(least.a, tile.a), std::min(least.b, tile.b),
                      std::min(least.c, tile.c), 1};
           }
@@ -556,7 +555,8 @@ TEST_F(QuantizeDevice, EqualTileScales) {
           for (std::size_t t = 0; t < tiles.size(); ++t) {
             if (tiles[t].live != 0) force = together ? most : tiles[t];
             const auto at = static_cast<std::size_t>(
-                (h * pack.q_slots + d.q_slot + stages::chunk_begin(chunk)) / 16) + 8 * t;
+                                (h * pack.q_slots + d.q_slot + stages::chunk_begin(chunk)) / 16) +
+                            8 * t;
             ASSERT_EQ(got[at].live, tiles[t].live) << "tile " << t << " of chunk " << chunk;
             ASSERT_EQ(got[at].a, force.a) << "tile " << t << " of chunk " << chunk;
             ASSERT_EQ(got[at].b, force.b) << "tile " << t << " of chunk " << chunk;
@@ -674,10 +674,8 @@ void time_pack(const std::string& name, const std::vector<int>& lengths, int hea
                                     .output_norms = output_norms.data(),
                                     .delta = delta.data(),
                                     .live = live.data()};
-  print_row("dO: g, norms, D", milliseconds([&] {
-              cuda::prepare_gradient(recipes::fp8, gradient, nullptr);
-            }),
-            6 * n);
+  print_row("dO: g, norms, D",
+            milliseconds([&] { cuda::prepare_gradient(recipes::fp8, gradient, nullptr); }), 6 * n);
   const cuda::ScalesArgs scale_args{.q_exponents = out[1]->exponents.data(),
                                     .g_exponents = out[0]->exponents.data(),
                                     .g_norms = out[0]->norms.data(),
@@ -697,9 +695,8 @@ void time_pack(const std::string& name, const std::vector<int>& lengths, int hea
                                      .num_documents = documents,
                                      .heads = heads,
                                      .slots = slots};
-  print_row("running norms of V", milliseconds([&] {
-              cuda::make_chunk_maxima(std::span(&maxima, 1), nullptr);
-            }),
+  print_row("running norms of V",
+            milliseconds([&] { cuda::make_chunk_maxima(std::span(&maxima, 1), nullptr); }),
             2 * bytes);
 }
 

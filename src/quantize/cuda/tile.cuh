@@ -160,9 +160,8 @@ struct RowBuffer {
   uint4 units[L::kPasses * L::kUnits][kThreads];
 
   __device__ __forceinline__ void fetch(const Bf16View& x, int head, const Rows& rows) {
-    fetch_rows<L>(x, head, rows, [&](int pass, int u) {
-      return &units[pass * L::kUnits + u][threadIdx.x];
-    });
+    fetch_rows<L>(x, head, rows,
+                  [&](int pass, int u) { return &units[pass * L::kUnits + u][threadIdx.x]; });
   }
 };
 

@@ -14,7 +14,8 @@ struct Batch {
 };
 
 template <class L>
-__global__ void __launch_bounds__(kThreads, 8) transpose_kernel(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(kThreads, 8)
+    transpose_kernel(const __grid_constant__ Batch batch) {
   __shared__ CodeTile<L> tile;
   int index = 0, begin = 0;
   const int item = blockIdx.x;
@@ -26,8 +27,8 @@ __global__ void __launch_bounds__(kThreads, 8) transpose_kernel(const __grid_con
 
   constexpr int kUnits = L::kDim / 16;  // of a row
   constexpr int kThreadUnits = L::kSlots * kUnits / kThreads;
-  const uint4* const from = reinterpret_cast<const uint4*>(
-      operand.codes + (head * operand.slots + first_slot) * L::kDim);
+  const uint4* const from =
+      reinterpret_cast<const uint4*>(operand.codes + (head * operand.slots + first_slot) * L::kDim);
   uint4 units[kThreadUnits];
 #pragma unroll
   for (int i = 0; i < kThreadUnits; ++i) {
