@@ -130,7 +130,8 @@ __device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, float 
 
 template <class L>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, int items) {
+    gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, int items,
+                    bool dout_aligned, bool out_aligned) {
   __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -140,9 +141,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   // Rows of the warp's slots in an item: tiles of all heads advance together.
   const auto find = [&](int item, Span span) {
     const int at = item / heads * L::kSlots + slot;
-    find_span(args.cu_seqlens, args.num_documents, at, span);
-    Rows rows = rows_of(span, at, L::kWarpSlots);
-    if (at >= slots) rows.count = 0;  // slots are a multiple of 16
+    if (not holds(span, at)) span = find_span(args.cu_seqlens, args.num_documents, at);
+    Rows rows = rows_of(span, at);
+    if (at >= slots) rows.left = 0;  // slots are a multiple of 16
     __syncwarp();
     if (lane == 0) {
       shared.spans[warp] = span;
@@ -151,10 +152,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     __syncwarp();
   };
   const auto fetch_gradients = [&](int item) {
-    shared.rows.fetch(args.dout, item % heads, shared.next[warp]);
+    shared.rows.fetch(args.dout, dout_aligned, item % heads, shared.next[warp]);
   };
   const auto fetch_outputs = [&](int item) {
-    fetch_rows<L>(args.out, item % heads, shared.next[warp], [&](int pass, int u) {
+    fetch_rows<L>(args.out, out_aligned, item % heads, shared.next[warp], [&](int pass, int u) {
       return shared.out.at(slot + lane_row(pass), first_channel<L>(u) / 8);
     });
   };
@@ -172,9 +173,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       divisors[pass] = 0;
-      if (lane_row(pass) < rows.count) {
+      if (lane_row(pass) < rows.left) {
         const std::int64_t stat = item % heads * args.dout.tokens + rows.token + lane_row(pass);
-        const float sum = args.row_sum[stat];
+        // Volatile: else the compiler waits for lse first.
+        const float sum = *static_cast<const volatile float*>(args.row_sum + stat);
         if (args.lse[stat] != -kInfinity) divisors[pass] = sum;
       }
     }
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const std::int64_t head_slots = std::int64_t{item % heads} * slots;
     const bool present = first_slot + slot < slots;
     encode_rows<L>(values, exponents, 1.0f, slot,
-                   present ? args.g.codes + (head_slots + first_slot) * L::kDim : nullptr,
+                   present ? args.g.codes + (head_slots + first_slot) * L::kDim : nullptr, true,
                    shared.codes);
     if (next < items) fetch_gradients(next);
     __syncwarp();
@@ -240,7 +242,8 @@ void prepare_gradient(const Recipe& recipe, const GradientArgs& args, cudaStream
     const int items = L::tiles(args.g.slots) * args.g.heads;
     if (items == 0) return;
     const int ctas = std::min(items, kCtas * multiprocessors());
-    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, items);
+    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, items,
+                                                      is_aligned(args.dout), is_aligned(args.out));
     MXATTN_CUDA_CHECK(cudaGetLastError());
   });
 }
