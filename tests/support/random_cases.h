@@ -58,9 +58,12 @@ inline int random_length(Normal& random, int most) {
 }
 
 /// A pack of at most `most` tokens or so.
-inline AttentionCase random_case(std::uint64_t seed, int most) {
+inline AttentionCase random_case(std::uint64_t seed, int most, const Recipe& recipe = recipes::fp8,
+                                 int dim = 128) {
   Normal random(seed);
   CaseSpec spec;
+  spec.recipe = recipe;
+  spec.dim = dim;
   const int documents = 1 + random.below(6);
   const bool other_keys = random.below(3) == 0;
   int left = most;
