@@ -29,6 +29,7 @@ struct ForwardTuning {
   bool maximum_in_turn = true;  // whether the turn covers the maximum beside the exponentials
   int quarters_in_turn = 4;     // quarters of P (32 keys) after which the turn is passed
   bool early_scores = true;     // the next scores are issued before T is there
+  bool join_items = false;      // an item's last step multiplies the next item's first scores
 };
 
 /// Two warpgroups wait for one another's exponentials; three have a multiprocessor's exponential
@@ -47,6 +48,9 @@ struct ForwardConfig {
   static constexpr int kConsumers = kDim == 64 ? 3 : 2;  // warpgroups, each with 64 query rows
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = kDim == 64 ? 8 : 4;  // key tiles in flight
+  // Items in flight: what is worked on, and, since one warpgroup may be an item ahead of another
+  // when it looks at the item after its own, that and one more.
+  static constexpr int kItems = kTuning.join_items ? 3 : 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = kDim == 64 ? 160 : 232;
   static constexpr int kProducerRegisters = kDim == 64 ? 32 : 40;

@@ -31,7 +31,7 @@ inline constexpr std::uint32_t kOneE4m3x4 = 0x38383838u;  // four codes of 1.0
 template <class Config>
 struct alignas(1024) SharedStorage {
   // producer -> consumers; swizzled as their tensor maps say
-  std::uint8_t q[2][Config::kRows * Config::kDim];
+  std::uint8_t q[Config::kItems][Config::kRows * Config::kDim];
   struct alignas(1024) Stage {
     std::uint8_t k[kKeyTile * Config::kDim];
     std::uint8_t v[Config::kDim * kKeyTile];
@@ -41,9 +41,9 @@ struct alignas(1024) SharedStorage {
   KeyFactors factors[Config::kStages];              // of tiles that are not uniform
   std::uint32_t facts[Config::kStages];             // beside each key tile: TileFacts
   RowFacts rows[Config::kRows];  // written by the first of the row's quad, read by the quad
-  Work work[2];                  // beside each q, and EQ of its rows
-  alignas(16) std::int8_t eq[2][Config::kRows];
-  tile::RingBarriers<2> q_ring;
+  Work work[Config::kItems];     // beside each q, and EQ of its rows
+  alignas(16) std::int8_t eq[Config::kItems][Config::kRows];
+  tile::RingBarriers<Config::kItems> q_ring;
   tile::RingBarriers<Config::kStages> kv_ring;
 };
 
@@ -54,7 +54,7 @@ template <class Config>
 __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared) {
   const int lane = threadIdx.x % 32;
   const bool leader = lane == 0;
-  tile::RingPosition<2> q_at;
+  tile::RingPosition<Config::kItems> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   while (true) {
     // The queries, and what their item is about.
@@ -178,22 +178,25 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       RowLayout<Config>::low(ptx::shared_address(shared.q[0]) + consumer * 64 * Config::kDim));
   const std::uint32_t k_base =
       ptx::opaque(RowLayout<Config>::low(ptx::shared_address(shared.stages[0].k)));
-  tile::RingPosition<2> q_at;
+  tile::RingPosition<Config::kItems> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   Rows<Config> rows;
   rows.facts = shared.rows + consumer * 64 + tile::fragment_row(threadIdx.x % 128, 0);
+  const auto q_low_at = [&](int stage) {
+    return ptx::opaque(q_base + stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
+  };
+  float s[64];
+  std::uint32_t facts = 0;
+  bool ready = false;  // s holds the scores of the item's first tile, and `facts` its facts
   while (true) {
     shared.q_ring.wait_full(q_at);
     const Work& work = shared.work[q_at.stage];
     if (work.last) break;
     const int first_row = work.item.first + 64 * consumer;
     rows.start(params.mask, work, shared.eq[q_at.stage], first_row);
-    const std::uint32_t q_low =
-        ptx::opaque(q_base + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
-    float s[64];
+    const std::uint32_t q_low = q_low_at(q_at.stage);
     int remaining = work.visits.size();
-    std::uint32_t facts = 0;
-    if (remaining > 0) {
+    if (remaining > 0 and not ready) {
       shared.kv_ring.wait_full(kv_at);
       ptx::wgmma_fence();
       issue_scores<Config>(s, q_low, k_base + kv_at.stage * kStageStep);
@@ -201,6 +204,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
+    ready = false;
     int begin = (work.visits.end - 1) * kKeyTile;
     for (; remaining > 0; --remaining) {
       enter_tile(rows, facts, params.score_scale);
@@ -208,11 +212,24 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       tile.begin = begin;
       tile.factors = shared.factors + kv_at.stage;
       tile.low = k_base + kv_at.stage * kStageStep;
-      tile.q_low = q_low;
-      // The last step multiplies a tile that is there; nobody reads the result.
+      tile.next_q_low = q_low;
+      // The last step before an item that is not there multiplies a tile that is; nobody reads the
+      // result.
       tile::RingPosition<Config::kStages> next = kv_at;
       if (remaining > 1) {
         next.advance();
+      } else if constexpr (Config::kTuning.join_items) {
+        tile::RingPosition<Config::kItems> follower = q_at;
+        follower.advance();
+        shared.q_ring.wait_full(follower);
+        const Work& other = shared.work[follower.stage];
+        ready = not other.last and not other.visits.empty();
+        if (ready) {
+          next.advance();
+          tile.next_q_low = q_low_at(follower.stage);
+        }
+      }
+      if (remaining > 1 or ready) {
         shared.kv_ring.wait_full(next);
         facts = shared.facts[next.stage];
       }
@@ -231,7 +248,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
         SoftmaxTurn<Config>::take(consumer);
         SoftmaxTurn<Config>::pass(consumer);
         ptx::wgmma_fence();
-        issue_scores<Config>(s, tile.q_low, tile.next_low);
+        issue_scores<Config>(s, tile.next_q_low, tile.next_low);
       }
       if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
       kv_at = next;
@@ -239,9 +256,8 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
-    if (not work.visits.empty()) kv_at.advance();
-    store(params, work, rows, work.item.first + 64 * consumer,
-          shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
+    if (not work.visits.empty() and not ready) kv_at.advance();
+    store(params, work, rows, first_row, shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
     if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
     q_at.advance();
   }

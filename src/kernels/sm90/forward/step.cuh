@@ -84,8 +84,8 @@ struct KeyTile {
   int begin;                  // first key
   const KeyFactors* factors;  // of general steps
   std::uint32_t low;          // of the descriptor of K, V^T and the ones behind it
-  std::uint32_t q_low;        // of the descriptor of Q
-  std::uint32_t next_low;     // of the next tile
+  std::uint32_t next_q_low;   // of the descriptor of Q of the next scores
+  std::uint32_t next_low;     // and of their K
 };
 
 template <class Config>
@@ -376,13 +376,13 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   // The next scores are multiplied while T is added to O. NOTE: until T is there the codes keep
   // their registers, which general steps do not have.
   constexpr bool kEarly = kTuning.early_scores and not kGeneral;
-  if (kEarly) issue_scores<Config>(s, tile.q_low, tile.next_low);
+  if (kEarly) issue_scores<Config>(s, tile.next_q_low, tile.next_low);
   ptx::wgmma_wait_group<kEarly ? 1 : 0>();
   ptx::pin(t);
   if constexpr (kGeneral) ptx::pin(sums);
   if (not kEarly) {
     ptx::wgmma_fence();
-    issue_scores<Config>(s, tile.q_low, tile.next_low);
+    issue_scores<Config>(s, tile.next_q_low, tile.next_low);
   }
   if (c[0].value != rows.unit[0] or c[1].value != rows.unit[1]) {
     const bool saw[2] = {not kMasked or sees_any(rows.visible(0), tile.begin),
