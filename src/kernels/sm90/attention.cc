@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "base/error.h"
+#include "kernels/sm90/forward/instances.h"
 #include "kernels/sm90/launch.h"
 #include "kernels/sm90/outside.h"
 #include "kernels/sm90/workspace.h"
@@ -174,9 +175,9 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
     build(device, call, Pass::kForward, list, workspace.list_scratch);
   }
 
-  using Config = ForwardConfig<kDim, recipes::fp8>;
+  const ForwardInstance& instance = *find_forward(problem.recipe, problem.dim);
   ForwardParams params;
-  params.q = rows_map(state.q.codes, problem.heads_q, state.q.slots, Config::kRows);
+  params.q = rows_map(state.q.codes, problem.heads_q, state.q.slots, instance.rows);
   params.k = rows_map(state.k.codes, problem.heads_k, state.k.slots, stages::kKeyTile);
   params.v = columns_map(workspace.v_transposed, problem.heads_k, state.v.slots, stages::kKeyTile);
   params.items = list.items;
@@ -198,7 +199,7 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
   params.queries_per_key_head = problem.heads_q / problem.heads_k;
   params.mask = problem.mask;
   params.score_scale = stages::score_scale(problem.softmax_scale);
-  launch_forward<Config>(params, device.multiprocessors, stream);
+  instance.launch(params, device.multiprocessors, stream);
 
   OutsideArgs outside;
   outside.end = call.cu_seqlens_q + device.num_documents;
