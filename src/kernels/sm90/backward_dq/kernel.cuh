@@ -12,9 +12,10 @@
 #pragma once
 
 #include "kernels/sm90/backward.h"
+#include "kernels/sm90/backward_dq/config.h"
+#include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
-#include "kernels/sm90/registers.h"
 #include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
@@ -30,20 +31,6 @@ namespace mxattn::kernels::sm90::dq {
 using stages::Exponent;
 using stages::kKeyTile;
 
-struct Config {
-  static constexpr int kDim = 128;
-  static constexpr int kConsumers = 2;  // warpgroups, 64 queries each
-  static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kStages = 2;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
-  static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
-};
-
-inline constexpr int kExponentSlots = 4;
-static_assert(kExponentSlots >= Config::kStages + 2);
-
 /// What rarely matters of a query row: kept in shared memory, where it costs no register.
 struct RowFacts {
   Range visible;  // keys; empty for rows past the document's end
@@ -53,6 +40,7 @@ struct RowFacts {
   std::int32_t r;  // of the accumulator; kNoScale before the first chunk that the row sees
 };
 
+template <class Config>
 struct alignas(1024) SharedStorage {
   std::uint8_t q[Config::kRows * Config::kDim];  // of the item
   std::uint8_t g[Config::kRows * Config::kDim];
@@ -67,11 +55,11 @@ struct alignas(1024) SharedStorage {
   // NOTE: no barrier of their own. They arrive with the rows of tile t; phase t reads them after
   // that stage has been handed back, and they are overwritten kExponentSlots tiles on, whose stage
   // needs block t + 1 to be over.
-  alignas(16) std::int8_t ek[kExponentSlots][kKeyTile];
-  alignas(16) std::int8_t ev[kExponentSlots][kKeyTile];
-  // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its
-  // own 16.
-  float4 staging[Config::kConsumers][64 * Config::kDim / 4];
+  alignas(16) std::int8_t ek[Config::kExponentSlots][kKeyTile];
+  alignas(16) std::int8_t ev[Config::kExponentSlots][kKeyTile];
+  // 64 queries x d in FP32 a warpgroup: promotions on their way to L2, or sums. In the epilogue
+  // BF16 rows, each warp its own 16 in its part.
+  float4 sums[Config::kConsumers][Config::kFloat4s];
   RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
   Work work[2];                     // the item at hand and the next
   Range whole[Config::kConsumers];  // the producer's own: tiles whose keys all rows see
@@ -79,9 +67,6 @@ struct alignas(1024) SharedStorage {
   tile::RingBarriers<1> query_ring;  // Q and G
   tile::RingBarriers<Config::kStages> operand_ring;
 };
-
-/// How a phase goes.
-enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral };
 
 /// What the phase of a key tile wants to know, in one word: EK and EV of its first key, whether
 /// something rare is due before it, and how it goes in each warpgroup.
@@ -116,29 +101,51 @@ __device__ __forceinline__ Range whole_tiles(const Mask& mask, const Document& d
 
 // ---- producer ---------------------------------------------------------------------------------
 
-__device__ void load(const BackwardParams& params, SharedStorage& shared) {
+/// Whether the first `count` of a tile's stored exponents agree.
+template <class Config>
+__device__ __forceinline__ bool is_uniform(const std::int8_t* exponents, int count) {
+  if constexpr (Config::kMonotone) return exponents[0] == exponents[count - 1];
+  // A warp, four keys a lane. NOTE: tiles start at multiples of 16 slots.
+  const int first = 4 * static_cast<int>(threadIdx.x % 32);
+  bool same = true;
+  if (first < count) {
+    const char4 own = *reinterpret_cast<const char4*>(exponents + first);
+    const int e = exponents[0];
+    same = own.x == e and (first + 1 >= count or own.y == e) and
+           (first + 2 >= count or own.z == e) and (first + 3 >= count or own.w == e);
+  }
+  return __all_sync(0xFFFFFFFFu, same);
+}
+
+/// Items, Q and G, and the operands of every block: one thread. Where tables are not monotone a
+/// warp, whose other lanes help to look at exponents.
+template <class Config>
+__device__ void load(const BackwardParams& params, SharedStorage<Config>& shared) {
   tile::RingPosition<2> work_at;
   tile::RingPosition<1> query_at;
   tile::RingPosition<Config::kStages> at;
   std::uint32_t tile_number = 0;
+  const bool leads = Config::kMonotone or threadIdx.x % 32 == 0;
   while (true) {
-    const Work taken = take_work<false>(params);
-    shared.work_ring.wait_empty(work_at);
-    // Read back where it is needed: the loop has few registers.
-    Work& work = shared.work[work_at.stage];
-    work = taken;
-    ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
+    if (leads) {
+      place_work<false>(params, shared.work, shared.work_ring, work_at);
+      ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
+    }
+    if constexpr (not Config::kMonotone) __syncwarp();
+    const Work& work = shared.work[work_at.stage];
     work_at.advance();
     if (work.last) return;
     const Document& d = work.document;
     const int query_slot = static_cast<int>(d.q_slot) + work.item.first;
-    shared.query_ring.wait_empty(query_at);
-    const std::uint32_t query_full = shared.query_ring.full_at(0);
-    ptx::mbarrier_arrive_expect(query_full, sizeof(shared.q) + sizeof(shared.g));
-    ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
-                        query_full);
-    ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
-                        query_full);
+    if (leads) {
+      shared.query_ring.wait_empty(query_at);
+      const std::uint32_t query_full = shared.query_ring.full_at(0);
+      ptx::mbarrier_arrive_expect(query_full, sizeof(shared.q) + sizeof(shared.g));
+      ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
+                          query_full);
+      ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
+                          query_full);
+    }
     query_at.advance();
     if (work.visits.empty()) continue;
 
@@ -155,9 +162,9 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
       int bytes = 0;  // of exponents
       if (rows) {
         offset = work.key_head * params.k_slots + slot + kKeyTile;
-        const std::int64_t last = offset + min(kKeyTile, d.k_len - next * kKeyTile) - 1;
-        const std::int8_t ek = params.k_exponents[offset], ev = params.v_exponents[offset];
-        const bool uniform = ek == params.k_exponents[last] and ev == params.v_exponents[last];
+        const int keys = min(kKeyTile, d.k_len - next * kKeyTile);
+        const bool uniform = is_uniform<Config>(params.k_exponents + offset, keys) and
+                             is_uniform<Config>(params.v_exponents + offset, keys);
         const bool rare = next == work.visits.begin or next % 8 == 7 or
                           next * kKeyTile == stages::chunk_begin(stages::chunk_of(next * kKeyTile));
         const auto phase = [&](Range whole) {
@@ -165,36 +172,40 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
                  : whole.contains(next) ? Phase::kPlain
                                         : Phase::kMasked;
         };
-        facts = TileFacts::pack(ek, ev, rare, phase(shared.whole[0]), phase(shared.whole[1]));
+        facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset], rare,
+                                phase(shared.whole[0]), phase(shared.whole[1]));
         // The last tile of the last document may end before 128 slots do.
         if (not uniform) {
           bytes = static_cast<int>(
               min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
         }
       }
-      shared.operand_ring.wait_empty(at);
-      auto& stage = shared.stages[at.stage];
-      const std::uint32_t full = shared.operand_ring.full_at(at.stage);
-      shared.facts[at.stage] = facts;
-      ptx::mbarrier_arrive_expect(full, (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
-                                            (transposes ? sizeof(stage.k_transposed) : 0));
-      if (rows) {
-        ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
-                            work.key_head, full);
-        ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot + kKeyTile,
-                            work.key_head, full);
-        if (bytes > 0) {
-          ptx::copy_bulk(ptx::shared_address(shared.ek[tile_number % kExponentSlots]),
-                         params.k_exponents + offset, bytes, full);
-          ptx::copy_bulk(ptx::shared_address(shared.ev[tile_number % kExponentSlots]),
-                         params.v_exponents + offset, bytes, full);
+      if (leads) {
+        shared.operand_ring.wait_empty(at);
+        auto& stage = shared.stages[at.stage];
+        const std::uint32_t full = shared.operand_ring.full_at(at.stage);
+        shared.facts[at.stage] = facts;
+        ptx::mbarrier_arrive_expect(full,
+                                    (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
+                                        (transposes ? sizeof(stage.k_transposed) : 0));
+        if (rows) {
+          ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
+                              work.key_head, full);
+          ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot + kKeyTile,
+                              work.key_head, full);
+          if (bytes > 0) {
+            ptx::copy_bulk(ptx::shared_address(shared.ek[tile_number % Config::kExponentSlots]),
+                           params.k_exponents + offset, bytes, full);
+            ptx::copy_bulk(ptx::shared_address(shared.ev[tile_number % Config::kExponentSlots]),
+                           params.v_exponents + offset, bytes, full);
+          }
         }
-        ++tile_number;
+        if (transposes) {
+          ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed, slot,
+                              0, work.key_head, full);
+        }
       }
-      if (transposes) {
-        ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed, slot, 0,
-                            work.key_head, full);
-      }
+      if (rows) ++tile_number;
       at.advance();
     }
   }
@@ -209,12 +220,6 @@ struct RowFactors {
   float delta[2];   // D''
 };
 
-__device__ __forceinline__ Exponent exponent_of(std::int32_t value) {
-  return value == cuda::kNanScale ? Exponent(0, true) : Exponent(value);
-}
-__device__ __forceinline__ std::int32_t value_of(Exponent e) {
-  return e.nan ? cuda::kNanScale : e.value;
-}
 /// The exponent of the row's accumulator; rows that have seen nothing have none, and it is 0.
 __device__ __forceinline__ Exponent scale_of(const RowFacts& row) {
   return row.r == cuda::kNoScale ? Exponent(0) : exponent_of(row.r);
@@ -229,18 +234,21 @@ __device__ __forceinline__ void set_factors(RowFactors& factors, int h, const Ro
   factors.delta[h] = stages::dq_delta(row.delta, eg, ev);
 }
 
-__device__ __forceinline__ bool sees(Range keys, int key) {
-  return keys.begin <= key and key < keys.end;
-}
+/// Codes of dS of one tile: operands of four MMAs of 32 keys. With DsScale::kRow dS itself waits in
+/// the registers of dP until its largest magnitudes are known.
+struct TileCodes {
+  std::uint32_t ds[4][4];
+  float largest[2] = {0, 0};
+};
 
-using Codes = std::uint32_t[4][4];
+template <class Config>
 using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
 
 /// Phase of a tile whose keys share EK and EV.
-template <bool kMasked>
-__device__ __forceinline__ void phase_uniform(const float (&s)[64], const float (&dp)[64],
+template <class Config, bool kMasked>
+__device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
                                               const RowFactors& factors, const RowFacts* rows,
-                                              int first_key, Codes& codes) {
+                                              int first_key, TileCodes& codes) {
   // Columns of the tile that each row sees, counted from the thread's first.
   Range seen[2];
   if constexpr (kMasked) {
@@ -261,18 +269,25 @@ __device__ __forceinline__ void phase_uniform(const float (&s)[64], const float 
         const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
         ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
         if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) ds[e] = 0.0f;
+        if constexpr (Config::kRowScale) {
+          dp[i] = ds[e];
+          codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
+        }
       }
-      codes[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+      if constexpr (not Config::kRowScale) {
+        codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+      }
     }
   }
 }
 
 /// Phase of any tile: factors of every key in the loop. The same bits as phase_uniform for a row
 /// whose visible keys share EK and EV.
-__device__ __forceinline__ void phase_general(const float (&s)[64], const float (&dp)[64],
+template <class Config>
+__device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[64],
                                               const RowFacts* rows, int first_key,
                                               const std::int8_t* ek, const std::int8_t* ev,
-                                              float score_scale, Codes& codes) {
+                                              float score_scale, TileCodes& codes) {
   const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -288,22 +303,65 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], const float 
       const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
       ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
       if (not sees(rows[8 * h].visible, first_key + key)) ds[j] = 0.0f;
+      if constexpr (Config::kRowScale) {
+        dp[i] = ds[j];
+        codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
+      }
     }
-    tile::pack_operand(codes[k], ds);
+    if constexpr (not Config::kRowScale) tile::pack_operand(codes.ds[k], ds);
   }
 }
 
-/// r_i of the key chunk, for a row that sees a key of it; else r stays.
+/// Keys of the chunk that a row sees.
+__device__ __forceinline__ Range seen_in_chunk(const RowFacts& row, int chunk) {
+  return {max(row.visible.begin, stages::chunk_begin(chunk)),
+          min(row.visible.end, stages::chunk_end(chunk))};
+}
+
+/// The largest EK of the keys of the chunk that each of the thread's two rows sees; `ek` of the
+/// document's first key. Monotone: that of the last one. Else a warp looks at the keys that its
+/// rows share, and each quad at the few that only some of them see: a mask is a band, whose ends
+/// move by at most one a row. last_row: of the warp's 16, the last that the document holds, or less
+/// than 0.
+template <class Config>
+__device__ __forceinline__ void largest_exponents(const std::int8_t* ek, const RowFacts* rows,
+                                                  int last_row, int chunk, int (&largest)[2]) {
+  if constexpr (Config::kMonotone) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Range seen = seen_in_chunk(rows[8 * h], chunk);
+      largest[h] = seen.empty() ? 0 : ek[seen.end - 1];
+    }
+  } else {
+    const int lane = threadIdx.x % 32;
+    const RowFacts* const first = rows - lane / 4;  // of the warp
+    const Range shared{seen_in_chunk(first[max(last_row, 0)], chunk).begin,
+                       seen_in_chunk(first[0], chunk).end};
+    int most = -128;
+    for (int key = shared.begin + lane; key < shared.end; key += 32) most = max(most, int{ek[key]});
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Range seen = seen_in_chunk(rows[8 * h], chunk);
+      const Range inner = shared.empty() ? Range{seen.end, seen.end} : shared;
+      int own = most;
+      for (int key = seen.begin; key < inner.begin; ++key) own = max(own, int{ek[key]});
+      for (int key = inner.end; key < seen.end; ++key) own = max(own, int{ek[key]});
+      largest[h] = own;
+    }
+  }
+}
+
+/// r_i of the key chunk, for a row that sees a key of it; else r stays. `ek` is the largest there.
 __device__ __forceinline__ std::int32_t scale_in_chunk(const BackwardParams& params,
                                                        std::int64_t key_slots, const RowFacts& row,
-                                                       int chunk) {
-  const int begin = max(row.visible.begin, stages::chunk_begin(chunk));
-  const int end = min(row.visible.end, stages::chunk_end(chunk));
-  if (begin >= end) return row.r;
-  const std::int64_t last = key_slots + end - 1;
+                                                       int chunk, int ek) {
+  const Range seen = seen_in_chunk(row, chunk);
+  if (seen.empty()) return row.r;
+  const std::int64_t last = key_slots + seen.end - 1;
   return value_of(stages::ds_exponent_dq(Exponent::stored(row.ng), Exponent::stored(row.no),
                                          Exponent::stored(params.v_running_norms[last]),
-                                         Exponent::stored(params.k_exponents[last])));
+                                         Exponent::stored(static_cast<std::int8_t>(ek))));
 }
 
 /// What a row's accumulator is multiplied by when its exponent changes.
@@ -312,7 +370,38 @@ __device__ __forceinline__ float change_of(std::int32_t before, std::int32_t aft
   return stages::factor(exponent_of(before) - exponent_of(after));
 }
 
-__device__ void attend(const BackwardParams& params, SharedStorage& shared, int consumer) {
+/// For tests: the codes of a tile as CodeDump says.
+__device__ __forceinline__ void dump_codes(const BackwardParams& params, const Work& work,
+                                           int first_row, int first_key, const TileCodes& codes) {
+  if (params.dump.ds_dq == nullptr) return;
+  const Document& d = work.document;
+  for (int k = 0; k < 4; ++k) {
+    for_each_code(codes.ds[k], [&](int half, int column, std::uint8_t code) {
+      const int query = first_row + tile::fragment_row(threadIdx.x % 128, half);
+      const int key = first_key + 32 * k + column;
+      if (query >= d.q_len or key >= d.k_len) return;
+      const std::int64_t row = work.item.head * params.total_q + d.q_token + query;
+      params.dump.ds_dq[row * params.dump.keys + key] = code;
+    });
+  }
+}
+
+/// FP32 sums of a warpgroup's dQ, as the Config places them.
+template <class Config>
+__device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStorage<Config>& shared,
+                                        int consumer) {
+  float4* const local = shared.sums[consumer];
+  if constexpr (Config::kSums == SumPlace::kStaged) {
+    return Sums<Config::kOutputs>{
+        params.sums + (blockIdx.x * Config::kConsumers + consumer) * Config::kFloat4s, local,
+        1 + consumer};
+  } else {
+    return OwnSums<Config::kOutputs>{local + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
+  }
+}
+
+template <class Config>
+__device__ void attend(const BackwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int thread = threadIdx.x % 128;
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
   const int warp = thread / 32;
@@ -321,18 +410,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
   tile::RingPosition<Config::kStages> at;
   std::uint32_t tile_number = 0;
   // Made where it is used: it would cost registers in the loop.
-  const auto sums = [&] {
-    constexpr int kFloat4s = 64 * Config::kDim / 4;
-    return Sums<Config::kDim / 2>{
-        params.sums + (blockIdx.x * Config::kConsumers + consumer) * kFloat4s,
-        shared.staging[consumer], 1 + consumer};
-  };
+  const auto sums = [&] { return sums_of<Config>(params, shared, consumer); };
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
   const std::uint32_t g_tile = ptx::shared_address(shared.g) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
-  PhaseTurn::open(consumer);
+  PhaseTurn<Config>::open(consumer);
   while (true) {
     shared.work_ring.wait_full(work_at);
     const Work& work = shared.work[work_at.stage];
@@ -361,22 +445,22 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     }
     __syncwarp();
     const int tiles_end = work.visits.end;
-    float dq[64], s[64], dp[64];
+    float dq[Config::kOutputs], s[64], dp[64];
     RowFactors factors;
     std::uint32_t facts = 0;
     std::uint32_t facts_now = 0;  // of the factors
     int keep = 0;
     bool started = false;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) dq[i] = 0.0f;
+    for (int i = 0; i < Config::kOutputs; ++i) dq[i] = 0.0f;
 
-    const auto scores = [&](const SharedStorage::Stage& stage) {
-      const std::uint64_t qd = tile::k_major_descriptor(tile::Swizzle::k128, q_tile);
-      const std::uint64_t gd = tile::k_major_descriptor(tile::Swizzle::k128, g_tile);
+    const auto scores = [&](const typename SharedStorage<Config>::Stage& stage) {
+      const std::uint64_t qd = tile::k_major_descriptor(Config::kRowSwizzle, q_tile);
+      const std::uint64_t gd = tile::k_major_descriptor(Config::kRowSwizzle, g_tile);
       const std::uint64_t kd =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k));
+          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.k));
       const std::uint64_t vd =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.v));
+          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.v));
       Scores::fresh_ss(s, qd, kd);
 #pragma unroll
       for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
@@ -417,9 +501,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         if (t == work.visits.begin or first_key == stages::chunk_begin(chunk)) {
           const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
           // NOTE: the quad of a row shares its facts: all read before one writes.
+          int ek[2];
+          const int last_row = min(15, d.q_len - 1 - (first_row + 16 * warp));
+          largest_exponents<Config>(params.k_exponents + key_slots, rows, last_row, chunk, ek);
           const std::int32_t before[2] = {rows[0].r, rows[8].r};
-          const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk),
-                                         scale_in_chunk(params, key_slots, rows[8], chunk)};
+          const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk, ek[0]),
+                                         scale_in_chunk(params, key_slots, rows[8], chunk, ek[1])};
           __syncwarp();
           if (threadIdx.x % 4 == 0) {
             rows[0].r = after[0];
@@ -429,7 +516,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           const float change[2] = {change_of(before[0], after[0]), change_of(before[1], after[1])};
           if (keep) {
 #pragma unroll
-            for (int i = 0; i < 64; ++i) {
+            for (int i = 0; i < Config::kOutputs; ++i) {
               dq[i] = stages::rescale_accumulator<DeviceOps>(dq[i], change[tile::fragment_half(i)]);
             }
           }
@@ -448,38 +535,52 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         }
       }
 
-      Codes codes;
-      PhaseTurn::take(consumer);
+      TileCodes codes;
+      PhaseTurn<Config>::take(consumer);
       const Phase phase = TileFacts::phase(facts, consumer);
       if (phase == Phase::kPlain) {
-        phase_uniform<false>(s, dp, factors, rows, first_key, codes);
+        phase_uniform<Config, false>(s, dp, factors, rows, first_key, codes);
       } else if (phase == Phase::kMasked) {
-        phase_uniform<true>(s, dp, factors, rows, first_key, codes);
+        phase_uniform<Config, true>(s, dp, factors, rows, first_key, codes);
       } else {
-        phase_general(s, dp, rows, first_key, shared.ek[tile_number % kExponentSlots],
-                      shared.ev[tile_number % kExponentSlots], params.score_scale, codes);
+        phase_general<Config>(
+            s, dp, rows, first_key, shared.ek[tile_number % Config::kExponentSlots],
+            shared.ev[tile_number % Config::kExponentSlots], params.score_scale, codes);
       }
+      float dq_scale[2];  // DsScale::kRow: of the tile's part of dQ
+      if constexpr (Config::kRowScale) {
+        encode_by_row(dp, codes.largest, {scale_of(rows[0]), scale_of(rows[8])}, codes.ds,
+                      dq_scale);
+      }
+      if constexpr (Config::kDumpCodes) dump_codes(params, work, first_row, first_key, codes);
       ++tile_number;
-      PhaseTurn::pass(consumer);
+      PhaseTurn<Config>::pass(consumer);
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
-      const std::uint64_t kt =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k_transposed));
+      const std::uint64_t kt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                        ptx::shared_address(stage.k_transposed));
       ptx::wgmma_fence();
-      Gradients::rs(dq, codes[0], kt, keep);
+      Gradients::rs(dq, codes.ds[0], kt, keep);
 #pragma unroll
       for (int k = 1; k < 4; ++k) {
-        Gradients::add_rs(dq, codes[k], kt + k * tile::kDescriptorStepK32);
+        Gradients::add_rs(dq, codes.ds[k], kt + k * tile::kDescriptorStepK32);
       }
       ptx::wgmma_commit_group();
       // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
       facts = shared.facts[at.stage];
+      if constexpr (Config::kRowScale) {
+        // The next scores are multiplied while dQ is added.
+        ptx::wgmma_wait_group<2>();
+        ptx::pin(dq);
+        sums().promote(dq, dq_scale, started);
+        started = true;
+      }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dq);
-      keep = 1;
+      keep = Config::kRowScale ? 0 : 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
       if (t + 2 == tiles_end) release_queries();
@@ -490,7 +591,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     sums().finish(dq, scale, started);
     finish_rotated(dq, params.softmax_scale, params.rotate);
     std::uint16_t* const staging =
-        reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
+        reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
     store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
                                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
     // The next item's promotions write the staging memory of all warps.
@@ -498,13 +599,14 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
     work_at.advance();
   }
-  PhaseTurn::close(consumer);
+  PhaseTurn<Config>::close(consumer);
 }
 
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dq_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ std::uint8_t raw[];
-  auto& shared = *reinterpret_cast<SharedStorage*>(raw);
+  auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
   if (threadIdx.x == 0) {
     shared.work_ring.initialise(4 * Config::kConsumers);
     shared.query_ring.initialise(4 * Config::kConsumers);
@@ -522,7 +624,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) load(params, shared);
+    if (threadIdx.x < (Config::kMonotone ? 1 : 32)) load(params, shared);
   } else {
     ptx::set_max_registers_up<Config::kConsumerRegisters>();
     attend(params, shared, warpgroup - 1);
