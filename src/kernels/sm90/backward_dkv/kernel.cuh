@@ -109,24 +109,21 @@ struct alignas(1024) SharedStorage {
 /// Warp 0, one thread: items, K and V, and the operands of every block.
 template <class Config>
 __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared) {
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> key_at;
   tile::RingPosition<Config::kStages> at;
-  while (true) {
+  for (std::uint32_t item = 0;; ++item) {
+    const auto work_at = tile::RingPosition<2>::after(item);
     const Work& work = place_work<true>(params, shared.work, shared.work_ring, work_at);
     ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
-    work_at.advance();
     if (work.last) return;
     const Document& d = work.document;
     const int key_slot = static_cast<int>(d.k_slot) + work.item.first;
-    shared.key_ring.wait_empty(key_at);
+    shared.key_ring.wait_empty(tile::RingPosition<1>::after(item));
     const std::uint32_t key_full = shared.key_ring.full_at(0);
     ptx::mbarrier_arrive_expect(key_full, sizeof(shared.k) + sizeof(shared.v));
     ptx::copy_tensor_3d(ptx::shared_address(shared.k), &params.k, 0, key_slot, work.item.head,
                         key_full);
     ptx::copy_tensor_3d(ptx::shared_address(shared.v), &params.v, 0, key_slot, work.item.head,
                         key_full);
-    key_at.advance();
 
     const int num_steps = work.visits.size();
     const int total = num_steps * params.queries_per_key_head;
@@ -166,17 +163,15 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
 /// Warps 1 to 3: what every query of a step adds to the phase. `turn` is 0 to 2.
 template <class Config>
 __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& shared, int turn) {
-  tile::RingPosition<2> work_at;
   int ahead = turn;  // steps until this warp's next one
   tile::RingPosition<Config::kStatsStages> at;
   for (int n = 0; n < turn; ++n) at.advance();
   const int lane = threadIdx.x % 32;
-  while (true) {
-    shared.work_ring.wait_full(work_at);
-    const Work work = shared.work[work_at.stage];
+  for (std::uint32_t item = 0;; ++item) {
+    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
+    const Work work = shared.work[item % 2];
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
-    work_at.advance();
+    if (lane == 0) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
     if (work.last) return;
     const Document& d = work.document;
     const int num_steps = work.visits.size();
@@ -435,8 +430,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
   const std::uint32_t quad_lane = ptx::opaque(threadIdx.x % 4);
   const int warp = thread / 32;
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> key_at;
   tile::RingPosition<Config::kStages> at;
   tile::RingPosition<Config::kStatsStages> stats_at;
   // Made where they are used: they would cost registers in the loop.
@@ -447,9 +440,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   using Scores = ptx::WgmmaE4m3<kQueryStep>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
-  while (true) {
-    shared.work_ring.wait_full(work_at);
-    const Work& work = shared.work[work_at.stage];
+  for (std::uint32_t item = 0;; ++item) {
+    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
+    const Work& work = shared.work[item % 2];
     if (work.last) return;
     const Document& d = work.document;
     const int total = work.visits.size() * params.queries_per_key_head;
@@ -468,7 +461,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     }
     __syncwarp();
     float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
-    int keep_dv = 0, keep_dk = 0;
     bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
     int c_now = 0, r_now = 0;
@@ -503,8 +495,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const auto release_keys = [&] {
       if (leader) ptx::mbarrier_arrive(shared.key_ring.empty_at(0));
     };
-    shared.key_ring.wait_full(key_at);
-    key_at.advance();
+    shared.key_ring.wait_full(tile::RingPosition<1>::after(item));
     if (total > 0) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
@@ -522,7 +513,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     int step = work.visits.begin;
     const int steps_end = work.visits.end;
     for (int i = 0; i < total; ++i) {
+      int keep_dv = 1;  // what is in the accumulator; so below
+      int keep_dk = Config::kRowScale ? 0 : 1;
       if ((flags & StepFacts::kRare) != 0) {
+        if (i == 0) keep_dv = keep_dk = 0;
         const StepFacts facts = shared.stats[stats_at.stage].facts;
         const bool head_begins = step == work.visits.begin;
         const Exponent c_old = exponent_of(c_now), c = exponent_of(facts.c);
@@ -632,8 +626,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::pin(dp);
       ptx::pin(dv);
       ptx::pin(dk);
-      keep_dv = 1;
-      keep_dk = Config::kRowScale ? 0 : 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
       if (i + 2 == total) release_keys();
@@ -642,8 +634,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer][0] + warp * (Config::kFloat4s / 4));
     dv_sums().settle();
-    const float c_scale = keep_dv ? stages::output_factor(exponent_of(c_now)) : 0.0f;
-    const float r_scale = keep_dk ? stages::factor(exponent_of(r_now)) : 0.0f;
+    const float c_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
+    const float r_scale =
+        total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
     dv_sums().finish(dv, {c_scale, c_scale}, dv_started);
     store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
                                   row, work.document.k_len);
@@ -653,8 +646,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                                   row, work.document.k_len);
     // The next item's promotions write the staging memory of all warps.
     ptx::named_barrier_sync(1 + consumer, 128);
-    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
-    work_at.advance();
+    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
   }
 }
 

@@ -24,10 +24,9 @@ struct DqConfig {
   static constexpr int kConsumers = 2;  // warpgroups, 64 queries each
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;
-  static constexpr int kExponentSlots = 4;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = kDim == 64 ? 224 : 240;
-  static constexpr int kProducerRegisters = kDim == 64 ? 56 : 24;
+  static constexpr int kConsumerRegisters = kDim == 64 ? 232 : 240;
+  static constexpr int kProducerRegisters = kDim == 64 ? 40 : 24;
 
   static constexpr tile::Swizzle kRowSwizzle = rows_swizzle(kDim);          // of Q, G, K and V
   static constexpr tile::Swizzle kTransposedSwizzle = tile::Swizzle::k128;  // of K^T
@@ -39,7 +38,6 @@ struct DqConfig {
   static_assert(kDim == 64 or kDim == 128);
   static_assert(kDsScale == DsScale::kNorm or kDsScale == DsScale::kRow);
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
-  static_assert(kExponentSlots >= kStages + 2);
 };
 
 }  // namespace mxattn::kernels::sm90

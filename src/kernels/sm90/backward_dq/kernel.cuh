@@ -51,12 +51,11 @@ struct alignas(1024) SharedStorage {
     std::uint8_t k_transposed[Config::kDim * kKeyTile];
   } stages[Config::kStages];
   std::uint32_t facts[Config::kStages];  // beside the rows of tile t: TileFacts
-  // Exponents of tiles that are not uniform, by the number of the tile in the order of the CTA.
-  // NOTE: no barrier of their own. They arrive with the rows of tile t; phase t reads them after
-  // that stage has been handed back, and they are overwritten kExponentSlots tiles on, whose stage
-  // needs block t + 1 to be over.
-  alignas(16) std::int8_t ek[Config::kExponentSlots][kKeyTile];
-  alignas(16) std::int8_t ev[Config::kExponentSlots][kKeyTile];
+  // Exponents of tiles that are not uniform. NOTE: no barrier of their own. They arrive with the
+  // rows of tile t; phase t reads them after that stage has been handed back, and they are
+  // overwritten twice as many blocks on as there are stages, which needs block t + 1 to be over.
+  alignas(16) std::int8_t ek[2 * Config::kStages][kKeyTile];
+  alignas(16) std::int8_t ev[2 * Config::kStages][kKeyTile];
   // 64 queries x d in FP32 a warpgroup: promotions on their way to L2, or sums. In the epilogue
   // BF16 rows, each warp its own 16 in its part.
   float4 sums[Config::kConsumers][Config::kFloat4s];
@@ -69,16 +68,18 @@ struct alignas(1024) SharedStorage {
 };
 
 /// What the phase of a key tile wants to know, in one word: EK and EV of its first key, whether
-/// something rare is due before it, and how it goes in each warpgroup.
+/// something rare is due before it, how it goes in each warpgroup, and where its exponents lie.
 struct TileFacts {
   static constexpr std::uint32_t kExponents = 0xFFFFu;
-  static constexpr std::uint32_t kRare = 1u << 16;  // a chunk may begin or a promotion be due
+  // A chunk may begin, a promotion be due, or EK and EV are others than in the tile before.
+  static constexpr std::uint32_t kRare = 1u << 16;
 
-  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, bool rare,
-                                                       Phase phase0, Phase phase1) {
+  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, Phase phase0,
+                                                       Phase phase1, int slot) {
     return static_cast<std::uint8_t>(ek) |
-           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev)) << 8 | (rare ? kRare : 0u) |
-           static_cast<std::uint32_t>(phase0) << 17 | static_cast<std::uint32_t>(phase1) << 19;
+           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev)) << 8 |
+           static_cast<std::uint32_t>(phase0) << 17 | static_cast<std::uint32_t>(phase1) << 19 |
+           static_cast<std::uint32_t>(slot) << 21;
   }
   __device__ __forceinline__ static std::int8_t ek(std::uint32_t facts) {
     return static_cast<std::int8_t>(facts & 0xFFu);
@@ -89,6 +90,8 @@ struct TileFacts {
   __device__ __forceinline__ static Phase phase(std::uint32_t facts, int consumer) {
     return static_cast<Phase>((facts >> (17 + 2 * consumer)) & 3u);
   }
+  /// Of the arrays of exponents.
+  __device__ __forceinline__ static int slot(std::uint32_t facts) { return facts >> 21; }
 };
 
 /// Tiles of which every row of 64 from `first_row` sees all keys.
@@ -121,24 +124,22 @@ __device__ __forceinline__ bool is_uniform(const std::int8_t* exponents, int cou
 /// warp, whose other lanes help to look at exponents.
 template <class Config>
 __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared) {
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> query_at;
+  std::uint32_t item = 0;  // of the CTA's
   tile::RingPosition<Config::kStages> at;
-  std::uint32_t tile_number = 0;
   const bool leads = Config::kMonotone or threadIdx.x % 32 == 0;
-  while (true) {
+  for (;; ++item) {
+    const auto work_at = tile::RingPosition<2>::after(item);
     if (leads) {
       place_work<false>(params, shared.work, shared.work_ring, work_at);
       ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
     }
     if constexpr (not Config::kMonotone) __syncwarp();
     const Work& work = shared.work[work_at.stage];
-    work_at.advance();
     if (work.last) return;
     const Document& d = work.document;
     const int query_slot = static_cast<int>(d.q_slot) + work.item.first;
     if (leads) {
-      shared.query_ring.wait_empty(query_at);
+      shared.query_ring.wait_empty(tile::RingPosition<1>::after(item));
       const std::uint32_t query_full = shared.query_ring.full_at(0);
       ptx::mbarrier_arrive_expect(query_full, sizeof(shared.q) + sizeof(shared.g));
       ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
@@ -146,18 +147,21 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
       ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
                           query_full);
     }
-    query_at.advance();
     if (work.visits.empty()) continue;
 
-    shared.whole[0] = whole_tiles(params.mask, d, work.item.first);
-    shared.whole[1] = whole_tiles(params.mask, d, work.item.first + 64);
+    if (leads) {
+      shared.whole[0] = whole_tiles(params.mask, d, work.item.first);
+      shared.whole[1] = whole_tiles(params.mask, d, work.item.first + 64);
+    }
+    if constexpr (not Config::kMonotone) __syncwarp();
+    std::uint32_t facts = 0;  // of the tile whose rows were loaded last
     for (int t = work.visits.begin - 1; t < work.visits.end; ++t) {
       // Rows of tile t + 1, transpose of tile t.
       const int next = t + 1;
       const bool rows = next < work.visits.end;
       const bool transposes = t >= work.visits.begin;
       const int slot = static_cast<int>(d.k_slot) + t * kKeyTile;
-      std::uint32_t facts = 0;
+      const int exponents_slot = at.stage + Config::kStages * static_cast<int>(at.parity);
       std::int64_t offset = 0;
       int bytes = 0;  // of exponents
       if (rows) {
@@ -172,8 +176,10 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
                  : whole.contains(next) ? Phase::kPlain
                                         : Phase::kMasked;
         };
-        facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset], rare,
-                                phase(shared.whole[0]), phase(shared.whole[1]));
+        const std::uint32_t before = facts;
+        facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset],
+                                phase(shared.whole[0]), phase(shared.whole[1]), exponents_slot);
+        if (rare or ((facts ^ before) & TileFacts::kExponents) != 0) facts |= TileFacts::kRare;
         // The last tile of the last document may end before 128 slots do.
         if (not uniform) {
           bytes = static_cast<int>(
@@ -194,9 +200,9 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
           ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot + kKeyTile,
                               work.key_head, full);
           if (bytes > 0) {
-            ptx::copy_bulk(ptx::shared_address(shared.ek[tile_number % Config::kExponentSlots]),
+            ptx::copy_bulk(ptx::shared_address(shared.ek[exponents_slot]),
                            params.k_exponents + offset, bytes, full);
-            ptx::copy_bulk(ptx::shared_address(shared.ev[tile_number % Config::kExponentSlots]),
+            ptx::copy_bulk(ptx::shared_address(shared.ev[exponents_slot]),
                            params.v_exponents + offset, bytes, full);
           }
         }
@@ -205,7 +211,6 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
                               0, work.key_head, full);
         }
       }
-      if (rows) ++tile_number;
       at.advance();
     }
   }
@@ -405,10 +410,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   const int thread = threadIdx.x % 128;
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
   const int warp = thread / 32;
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> query_at;
+  std::uint32_t item = 0;  // of the CTA's
   tile::RingPosition<Config::kStages> at;
-  std::uint32_t tile_number = 0;
   // Made where it is used: it would cost registers in the loop.
   const auto sums = [&] { return sums_of<Config>(params, shared, consumer); };
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
@@ -417,9 +420,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
   PhaseTurn<Config>::open(consumer);
-  while (true) {
-    shared.work_ring.wait_full(work_at);
-    const Work& work = shared.work[work_at.stage];
+  for (;; ++item) {
+    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
+    const Work& work = shared.work[item % 2];
     if (work.last) break;
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
@@ -448,8 +451,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     float dq[Config::kOutputs], s[64], dp[64];
     RowFactors factors;
     std::uint32_t facts = 0;
-    std::uint32_t facts_now = 0;  // of the factors
-    int keep = 0;
     bool started = false;
 #pragma unroll
     for (int i = 0; i < Config::kOutputs; ++i) dq[i] = 0.0f;
@@ -479,8 +480,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const auto release_queries = [&] {
       if (leader) ptx::mbarrier_arrive(shared.query_ring.empty_at(0));
     };
-    shared.query_ring.wait_full(query_at);
-    query_at.advance();
+    shared.query_ring.wait_full(tile::RingPosition<1>::after(item));
     if (not work.visits.empty()) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
@@ -496,7 +496,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
-      if ((facts & TileFacts::kRare) != 0 or ((facts ^ facts_now) & TileFacts::kExponents) != 0) {
+      int keep = Config::kRowScale ? 0 : 1;  // what is in the accumulator
+      if ((facts & TileFacts::kRare) != 0) {
+        if (t == work.visits.begin) keep = 0;
         const int chunk = stages::chunk_of(first_key);
         if (t == work.visits.begin or first_key == stages::chunk_begin(chunk)) {
           const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
@@ -527,7 +529,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
           started = true;
           keep = 0;
         }
-        facts_now = facts;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           set_factors(factors, h, rows[8 * h], Exponent::stored(TileFacts::ek(facts)),
@@ -543,9 +544,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       } else if (phase == Phase::kMasked) {
         phase_uniform<Config, true>(s, dp, factors, rows, first_key, codes);
       } else {
-        phase_general<Config>(
-            s, dp, rows, first_key, shared.ek[tile_number % Config::kExponentSlots],
-            shared.ev[tile_number % Config::kExponentSlots], params.score_scale, codes);
+        const int slot = TileFacts::slot(facts);
+        phase_general<Config>(s, dp, rows, first_key, shared.ek[slot], shared.ev[slot],
+                              params.score_scale, codes);
       }
       float dq_scale[2];  // DsScale::kRow: of the tile's part of dQ
       if constexpr (Config::kRowScale) {
@@ -553,7 +554,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                       dq_scale);
       }
       if constexpr (Config::kDumpCodes) dump_codes(params, work, first_row, first_key, codes);
-      ++tile_number;
       PhaseTurn<Config>::pass(consumer);
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
@@ -580,13 +580,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dq);
-      keep = Config::kRowScale ? 0 : 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
       if (t + 2 == tiles_end) release_queries();
     }
-    const float scale[2] = {keep ? stages::factor(scale_of(rows[0])) : 0.0f,
-                            keep ? stages::factor(scale_of(rows[8])) : 0.0f};
+    const bool keeps = not Config::kRowScale and not work.visits.empty();
+    const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
+                            keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
     sums().settle();
     sums().finish(dq, scale, started);
     finish_rotated(dq, params.softmax_scale, params.rotate);
@@ -596,8 +596,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
     // The next item's promotions write the staging memory of all warps.
     ptx::named_barrier_sync(1 + consumer, 128);
-    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
-    work_at.advance();
+    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
   }
   PhaseTurn<Config>::close(consumer);
 }
