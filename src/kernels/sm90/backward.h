@@ -77,7 +77,8 @@ struct BackwardParams {
   float score_scale = 0;
   float softmax_scale = 0;
   bool rotate = false;
-  CodeDump dump;  // instances for tests only
+  CodeDump dump;           // instances for tests only
+  std::uint32_t zero = 0;  // for ptx::after
 };
 
 }  // namespace mxattn::kernels::sm90

@@ -41,6 +41,9 @@ struct DkvConfig {
   static constexpr int kSharedSums = kDim == 64 ? 2 : 1;
   static constexpr int kFloat4s = 64 * kDim / 4;  // of a sum
 
+  // False dependencies spread the exponentials over a phase.
+  static constexpr bool kSpread = true;
+
   static_assert(kDim == 64 or kDim == 128);
   static_assert(kDsScale == DsScale::kNorm or kDsScale == DsScale::kRow);
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));

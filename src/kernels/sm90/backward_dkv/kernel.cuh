@@ -296,7 +296,7 @@ template <class Config, bool kMasked>
 __device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32],
                                             const StepPairs& pairs, const float (&a)[2],
                                             const float (&f)[2], const KeyFacts* keys,
-                                            int first_query, StepCodes& codes) {
+                                            int first_query, std::uint32_t zero, StepCodes& codes) {
   // Columns of the step from which each key is seen, counted from the thread's first.
   Range seen[2];
   if constexpr (kMasked) {
@@ -311,9 +311,16 @@ __device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32
     float addend[4], delta[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      ptx::from_fp16x2(StepPairs::word(pairs.addend, 2 * pair + n), addend[2 * n],
-                       addend[2 * n + 1]);
-      ptx::from_fp16x2(StepPairs::word(pairs.delta, 2 * pair + n), delta[2 * n], delta[2 * n + 1]);
+      std::uint32_t addends = StepPairs::word(pairs.addend, 2 * pair + n);
+      std::uint32_t deltas = StepPairs::word(pairs.delta, 2 * pair + n);
+      if (Config::kSpread and pair > 0) {
+        // t waits for the codes of the first key's t of the pair before, dS for the second's.
+        const std::uint32_t* const before = codes.p[(pair - 1) / 2] + 2 * ((pair - 1) % 2);
+        addends = ptx::after(addends, before[0], zero);
+        deltas = ptx::after(deltas, before[1], zero);
+      }
+      ptx::from_fp16x2(addends, addend[2 * n], addend[2 * n + 1]);
+      ptx::from_fp16x2(deltas, delta[2 * n], delta[2 * n + 1]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -562,9 +569,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       StepCodes codes;
       const Phase phase = StepFacts::phase(flags, consumer);
       if (phase == Phase::kPlain) {
-        phase_plain<Config, false>(s, dp, pairs, a, f, keys, first_query, codes);
+        phase_plain<Config, false>(s, dp, pairs, a, f, keys, first_query, params.zero, codes);
       } else if (phase == Phase::kMasked) {
-        phase_plain<Config, true>(s, dp, pairs, a, f, keys, first_query, codes);
+        phase_plain<Config, true>(s, dp, pairs, a, f, keys, first_query, params.zero, codes);
       } else {
         phase_general<Config>(s, dp, shared.stats[stats_at.stage], keys, first_query,
                               params.score_scale, codes);

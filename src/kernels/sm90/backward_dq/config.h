@@ -35,6 +35,9 @@ struct DqConfig {
   static constexpr SumPlace kSums = kRowScale ? SumPlace::kShared : SumPlace::kStaged;
   static constexpr int kFloat4s = 64 * kDim / 4;  // of a warpgroup's sum
 
+  // False dependencies spread the exponentials over a phase.
+  static constexpr bool kSpread = true;
+
   static_assert(kDim == 64 or kDim == 128);
   static_assert(kDsScale == DsScale::kNorm or kDsScale == DsScale::kRow);
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));

@@ -253,7 +253,7 @@ using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind t
 template <class Config, bool kMasked>
 __device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
                                               const RowFactors& factors, const RowFacts* rows,
-                                              int first_key, TileCodes& codes) {
+                                              int first_key, std::uint32_t zero, TileCodes& codes) {
   // Columns of the tile that each row sees, counted from the thread's first.
   Range seen[2];
   if constexpr (kMasked) {
@@ -268,11 +268,19 @@ __device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float ds[4];
+      float addend = factors.addend[h], delta = factors.delta[h];
+      if constexpr (Config::kSpread and not Config::kRowScale) {
+        // p waits for codes that were formed four words before, dS for those right before.
+        const auto word = [&](int n) { return codes.ds[n / 4][n % 4]; };
+        const int n = 2 * pair + h;
+        if (n >= 4) addend = ptx::after(addend, word(n - 4), zero);
+        if (n >= 1) delta = ptx::after(delta, word(n - 1), zero);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
-        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
-        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
+        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], addend);
+        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], delta);
         if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) ds[e] = 0.0f;
         if constexpr (Config::kRowScale) {
           dp[i] = ds[e];
@@ -540,9 +548,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       PhaseTurn<Config>::take(consumer);
       const Phase phase = TileFacts::phase(facts, consumer);
       if (phase == Phase::kPlain) {
-        phase_uniform<Config, false>(s, dp, factors, rows, first_key, codes);
+        phase_uniform<Config, false>(s, dp, factors, rows, first_key, params.zero, codes);
       } else if (phase == Phase::kMasked) {
-        phase_uniform<Config, true>(s, dp, factors, rows, first_key, codes);
+        phase_uniform<Config, true>(s, dp, factors, rows, first_key, params.zero, codes);
       } else {
         const int slot = TileFacts::slot(facts);
         phase_general<Config>(s, dp, rows, first_key, shared.ek[slot], shared.ev[slot],
