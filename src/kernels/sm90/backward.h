@@ -10,12 +10,40 @@
 #include "plan/cost.h"
 #include "quantize/cuda/quantize.h"
 #include "recipe/recipe.h"
+#include "recipe/stages.h"
+#include "tile/swizzle.h"
 
 namespace mxattn::kernels::sm90 {
 
+/// Layout of a tile whose rows are the channels of tokens.
+constexpr tile::Swizzle rows_swizzle(int dim) {
+  return dim == tile::row_bytes(tile::Swizzle::k128) ? tile::Swizzle::k128 : tile::Swizzle::k64;
+}
+
+/// Where the FP32 sums of an accumulator stay. kShared and kGlobal: each thread adds its own;
+/// kStaged: in global memory too, but the copy engine adds, from shared memory.
+enum class SumPlace : std::uint8_t { kShared, kGlobal, kStaged };
+
+/// FP32 sums of a CTA that stay in L2: those of dV and of dK, 128 keys each. The dQ pass takes
+/// less.
+constexpr std::int64_t sum_bytes_per_cta(int dim) {
+  return std::int64_t{2} * stages::kKeyTile * dim * static_cast<int>(sizeof(float));
+}
+
+/// Where instances for tests (kDumpCodes) leave codes: (heads_q, total_q, keys), the query by its
+/// token, the key by its position in the query's document. What is masked is 0; what no step visits
+/// is not written. Null: not wanted.
+struct CodeDump {
+  std::uint8_t* t = nullptr;       // dK/dV pass: codes of t
+  std::uint8_t* ds_dkv = nullptr;  // codes of dS of either pass
+  std::uint8_t* ds_dq = nullptr;
+  std::int64_t keys = 0;  // of the longest document
+};
+
 struct BackwardParams {
-  // Codes by rows, boxes of 64 (dK/dV: q, g) or 128 rows; transposed codes (heads, d, slots) in pi
-  // order, boxes of d x 64 (dK/dV: q, g) or d x 128.
+  // Codes by rows, boxes of 64 (dK/dV: q, g) or 128 rows of d bytes, swizzled by rows_swizzle(d);
+  // transposed codes (heads, d, slots) in pi order, boxes of d x 64 (dK/dV: q, g; 64-byte swizzle)
+  // or d x 128 (128-byte swizzle).
   CUtensorMap q, k, v, g;
   CUtensorMap q_transposed, k_transposed, g_transposed;
 
@@ -42,13 +70,15 @@ struct BackwardParams {
   std::int64_t total_q = 0;
 
   TensorView<std::uint16_t> dq, dk, dv;  // BF16
-  float4* sums = nullptr;                // workspace: FP32 sums, kSumsPerCta a CTA
+  float4* sums = nullptr;                // workspace: sum_bytes_per_cta() a CTA
   int heads_k = 1;
   int queries_per_key_head = 1;
   Mask mask;
   float score_scale = 0;
   float softmax_scale = 0;
   bool rotate = false;
+  CodeDump dump;           // instances for tests only
+  std::uint32_t zero = 0;  // for ptx::after
 };
 
 }  // namespace mxattn::kernels::sm90

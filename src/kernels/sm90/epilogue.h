@@ -1,4 +1,4 @@
-// What the kernels do with a finished 64 x 128 accumulator: rotate it back and write it as BF16.
+// What the kernels do with a finished accumulator of 64 rows: rotate it back and write it as BF16.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,21 @@
 
 namespace mxattn::kernels::sm90 {
 
-inline constexpr float kRotationNorm128 = 0.08838834764831845f;  // 1 / sqrt(128)
+/// 1 / sqrt(columns), rounded to FP32.
+template <int kColumns>
+inline constexpr float kRotationNorm = 0;
+template <>
+inline constexpr float kRotationNorm<64> = 0.125f;
+template <>
+inline constexpr float kRotationNorm<128> = 0.08838834764831845f;
 
-/// x H without its norm: Walsh-Hadamard butterflies over the 128 columns of each row, strides 1, 2,
-/// 4, ..., 64, the order of the quantiser. Columns 0, 1 of an 8-column block lie in a thread, bits
-/// 1 and 2 of the column are the lane of the quad, the rest is the register.
-__device__ __forceinline__ void rotate_rows(float (&x)[64]) {
+/// x H without its norm: Walsh-Hadamard butterflies over the columns of each row, twice as many as
+/// registers, strides 1, 2, 4, ..., the order of the quantiser. Columns 0, 1 of an 8-column block
+/// lie in a thread, bits 1 and 2 of the column are the lane of the quad, the rest is the register.
+template <int kRegisters>
+__device__ __forceinline__ void rotate_rows(float (&x)[kRegisters]) {
 #pragma unroll
-  for (int i = 0; i < 64; i += 2) {
+  for (int i = 0; i < kRegisters; i += 2) {
     const float low = x[i], high = x[i + 1];
     x[i] = add_rn(low, high);
     x[i + 1] = add_rn(low, -high);
@@ -30,15 +37,15 @@ __device__ __forceinline__ void rotate_rows(float (&x)[64]) {
   for (int lane_bit = 1; lane_bit <= 2; lane_bit *= 2) {
     const bool upper = (threadIdx.x & lane_bit) != 0;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < kRegisters; ++i) {
       const float other = __shfl_xor_sync(0xFFFFFFFFu, x[i], lane_bit);
       x[i] = add_rn(upper ? -x[i] : x[i], other);
     }
   }
 #pragma unroll
-  for (int stride = 4; stride < 64; stride *= 2) {
+  for (int stride = 4; stride < kRegisters; stride *= 2) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < kRegisters; ++i) {
       if ((i & stride) == 0) {
         const float low = x[i], high = x[i + stride];
         x[i] = add_rn(low, high);
@@ -49,13 +56,17 @@ __device__ __forceinline__ void rotate_rows(float (&x)[64]) {
 }
 
 /// The end of dQ and dK: times softmax_scale, rotated back.
-__device__ __forceinline__ void finish_rotated(float (&x)[64], float softmax_scale, bool rotate) {
+template <int kRegisters>
+__device__ __forceinline__ void finish_rotated(float (&x)[kRegisters], float softmax_scale,
+                                               bool rotate) {
+  constexpr float kNorm = kRotationNorm<2 * kRegisters>;
+  static_assert(kNorm != 0);
 #pragma unroll
-  for (int i = 0; i < 64; ++i) x[i] = mul_rn(x[i], softmax_scale);
+  for (int i = 0; i < kRegisters; ++i) x[i] = mul_rn(x[i], softmax_scale);
   if (not rotate) return;
   rotate_rows(x);
 #pragma unroll
-  for (int i = 0; i < 64; ++i) x[i] = mul_rn(x[i], kRotationNorm128);
+  for (int i = 0; i < kRegisters; ++i) x[i] = mul_rn(x[i], kNorm);
 }
 
 /// Writes the rows of a warp's accumulator: rows [first, first + 16) of the tokens from `token`,
@@ -167,6 +178,51 @@ struct Sums {
       partial[i + 2] = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
       partial[i + 3] = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
     }
+  }
+};
+
+/// The same sums where each thread reads, adds and writes its own: register piece p of lane l of
+/// warp w at [w][p][l], in shared or global memory. Nobody waits for anybody.
+template <int kRegisters>
+struct OwnSums {
+  static constexpr int kPieces = kRegisters / 4;
+  float4* sums;  // of the warp's lane 0
+
+  /// sum += 2^e partial, or sum = 2^e partial the first time.
+  __device__ __forceinline__ void promote(const float (&partial)[kRegisters],
+                                          const float (&scale)[2], bool started) const {
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) at(p) = added(partial, p, scale, started);
+  }
+
+  __device__ __forceinline__ void settle() const {}
+
+  /// partial = (sum or 0) + 2^e partial. Then the warp's memory is free.
+  __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],
+                                         bool started) const {
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      const float4 s = added(partial, p, scale, started);
+      partial[4 * p] = s.x;
+      partial[4 * p + 1] = s.y;
+      partial[4 * p + 2] = s.z;
+      partial[4 * p + 3] = s.w;
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ __forceinline__ float4& at(int piece) const {
+    return sums[piece * 32 + threadIdx.x % 32];
+  }
+  __device__ __forceinline__ float4 added(const float (&partial)[kRegisters], int piece,
+                                          const float (&scale)[2], bool started) const {
+    const float* x = partial + 4 * piece;
+    const float4 s = started ? at(piece) : float4{0, 0, 0, 0};
+    return {stages::promote<DeviceOps>(s.x, x[0], scale[0]),
+            stages::promote<DeviceOps>(s.y, x[1], scale[0]),
+            stages::promote<DeviceOps>(s.z, x[2], scale[1]),
+            stages::promote<DeviceOps>(s.w, x[3], scale[1])};
   }
 };
 

@@ -7,6 +7,7 @@
 #include "pack/pack.h"
 #include "plan/cost.h"
 #include "recipe/stages.h"
+#include "tile/ring.h"
 
 namespace mxattn::kernels::sm90 {
 
@@ -54,6 +55,19 @@ __device__ __forceinline__ Work take_work(const Params& params) {
   constexpr int kStep = kKeys ? stages::kQueryStep : stages::kKeyTile;
   if (not range.empty()) work.visits = {range.begin / kStep, (range.end - 1) / kStep + 1};
   return work;
+}
+
+/// One thread: takes the next item and writes it to its slot of the ring as soon as consumers have
+/// handed that back. The caller arrives on the slot's full barrier, with whatever else belongs to
+/// the slot, and advances. Returns the slot: a loop with few registers reads the item back from it
+/// where it needs it.
+template <bool kKeys, int kSlots, class Params>
+__device__ __forceinline__ const Work& place_work(const Params& params, Work (&slots)[kSlots],
+                                                  const tile::RingBarriers<kSlots>& ring,
+                                                  tile::RingPosition<kSlots> at) {
+  const Work taken = take_work<kKeys>(params);
+  ring.wait_empty(at);
+  return slots[at.stage] = taken;
 }
 
 }  // namespace mxattn::kernels::sm90
