@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <span>
+#include <vector>
 
+#include "base/cuda_check.h"
 #include "base/error.h"
 #include "kernels/sm90/forward/instances.h"
 #include "kernels/sm90/launch.h"
@@ -94,9 +97,10 @@ DeviceLists make_lists(const DeviceProblem& problem, const DeviceCall& call, voi
 
 // ---- quantiser --------------------------------------------------------------------------------
 
-void quantize(const DeviceProblem& problem, const DeviceCall& call, Role role,
-              const TensorView<const Bf16Bits>& x, const Operand& out,
-              const QuantizeWorkspace& workspace, std::uint8_t* transposed) {
+/// What the quantiser is told of one of Q, K and V.
+cuda::QuantizeArgs quantize_args(const DeviceProblem& problem, const DeviceCall& call, Role role,
+                                 const TensorView<const Bf16Bits>& x, const Operand& out,
+                                 std::uint8_t* transposed) {
   cuda::QuantizeArgs args;
   args.x = x;
   args.cu_seqlens = is_query_role(role) ? call.cu_seqlens_q : call.cu_seqlens_k;
@@ -104,15 +108,25 @@ void quantize(const DeviceProblem& problem, const DeviceCall& call, Role role,
   args.rotate = is_rotated(role, problem.problem.dim, problem.problem.rotate);
   args.out = out;
   args.transposed = transposed;
-  args.scratch = workspace.look_back;
-  cuda::quantize(problem.problem.recipe, args, stream_of(call));
+  return args;
+}
+
+void quantize(const DeviceProblem& problem, const DeviceCall& call,
+              std::span<const cuda::QuantizeArgs> tensors, const QuantizeWorkspace& workspace) {
+  if (tensors.empty()) return;
+  MXATTN_CUDA_CHECK(cudaMemsetAsync(
+      workspace.look_back, 0,
+      static_cast<std::size_t>(look_back_words(problem)) * sizeof(*workspace.look_back),
+      stream_of(call)));
+  cuda::quantize(problem.problem.recipe, tensors, workspace.look_back, stream_of(call));
 }
 
 void quantize_alone(const DeviceProblem& problem, const DeviceCall& call, Role role,
                     const TensorView<const Bf16Bits>& x, const Operand& out) {
   Carver carver(call.workspace);
   const QuantizeWorkspace workspace(carver, problem);
-  quantize(problem, call, role, x, out, workspace, nullptr);
+  const cuda::QuantizeArgs args = quantize_args(problem, call, role, x, out, nullptr);
+  quantize(problem, call, {&args, 1}, workspace);
 }
 
 void restore(const DeviceProblem& problem, const DeviceCall& call, Role role,
@@ -157,17 +171,20 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
   Carver carver(call.workspace);
   const ForwardWorkspace workspace(carver, device);
 
-  if (not quantised.q) {
-    quantize(device, call, Role::kQ, args.q, state.q, workspace.quantize, nullptr);
-  }
-  if (not quantised.k) {
-    quantize(device, call, Role::kK, args.k, state.k, workspace.quantize, nullptr);
-  }
+  std::vector<cuda::QuantizeArgs> tensors;
+  const auto add = [&](Role role, const TensorView<const Bf16Bits>& x, const Operand& out,
+                       std::uint8_t* transposed) {
+    tensors.push_back(quantize_args(device, call, role, x, out, transposed));
+  };
+  if (not quantised.q) add(Role::kQ, args.q, state.q, nullptr);
+  if (not quantised.k) add(Role::kK, args.k, state.k, nullptr);
   if (quantised.v) {
-    cuda::transpose_codes(state.v, workspace.v_transposed, stream);
+    const cuda::Transposition v{state.v, workspace.v_transposed};
+    cuda::transpose_codes({&v, 1}, stream);
   } else {
-    quantize(device, call, Role::kV, args.v, state.v, workspace.quantize, workspace.v_transposed);
+    add(Role::kV, args.v, state.v, workspace.v_transposed);
   }
+  quantize(device, call, tensors, workspace.quantize);
   DeviceList list = workspace.list;
   if (call.lists != nullptr) {
     list = call.lists->forward;
@@ -219,15 +236,18 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
              const BackwardWorkspace& workspace) {
   const cudaStream_t stream = stream_of(call);
   const State& state = args.state;
-  cuda::transpose_codes(state.q, workspace.q_transposed, stream);
-  cuda::transpose_codes(state.k, workspace.k_transposed, stream);
+  const cuda::Transposition transpositions[] = {{state.q, workspace.q_transposed},
+                                                {state.k, workspace.k_transposed}};
+  cuda::transpose_codes(transpositions, stream);
 
-  cuda::QuantizeArgs norms;
+  cuda::ChunkMaximaArgs norms;
+  norms.values = state.v.norms;
+  norms.maxima = workspace.v_running_norms;
   norms.cu_seqlens = call.cu_seqlens_k;
   norms.num_documents = device.num_documents;
-  norms.out = state.v;
-  norms.running_norms = workspace.v_running_norms;
-  cuda::make_running_norms(norms, stream);
+  norms.heads = device.problem.heads_k;
+  norms.slots = state.v.slots;
+  cuda::make_chunk_maxima({&norms, 1}, stream);
 
   cuda::GradientArgs gradient;
   gradient.dout = args.dout;

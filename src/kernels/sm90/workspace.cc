@@ -67,10 +67,13 @@ std::int64_t list_scratch_bytes(const DeviceProblem& problem) {
   return most;
 }
 
+std::int64_t look_back_words(const DeviceProblem& problem) {
+  return cuda::quantize_scratch_words(problem.problem.heads_q, problem.q_slots()) +
+         2 * cuda::quantize_scratch_words(problem.problem.heads_k, problem.k_slots());
+}
+
 QuantizeWorkspace::QuantizeWorkspace(Carver& carver, const DeviceProblem& problem) {
-  look_back = carver.take<std::uint32_t>(
-      std::max(cuda::quantize_scratch_words(problem.problem.heads_q, problem.q_slots()),
-               cuda::quantize_scratch_words(problem.problem.heads_k, problem.k_slots())));
+  look_back = carver.take<std::uint32_t>(look_back_words(problem));
 }
 
 ForwardWorkspace::ForwardWorkspace(Carver& carver, const DeviceProblem& problem)

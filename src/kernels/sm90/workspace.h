@@ -39,8 +39,11 @@ DeviceLists carve_lists(Carver& carver, const DeviceProblem& problem);
 /// What building any of the lists needs besides.
 std::int64_t list_scratch_bytes(const DeviceProblem& problem);
 
+/// What the quantiser of Q, K and V needs cleared.
+std::int64_t look_back_words(const DeviceProblem& problem);
+
 struct QuantizeWorkspace {
-  std::uint32_t* look_back;  // cuda::quantize_scratch_words() of the largest operand
+  std::uint32_t* look_back;  // look_back_words()
 
   QuantizeWorkspace(Carver& carver, const DeviceProblem& problem);
 };
