@@ -10,8 +10,7 @@
 
 #include "base/cuda_check.h"
 #include "base/error.h"
-#include "kernels/sm90/forward/instances.h"
-#include "kernels/sm90/launch.h"
+#include "kernels/sm90/instances.h"
 #include "kernels/sm90/outside.h"
 #include "kernels/sm90/workspace.h"
 #include "quantize/quantize.h"
@@ -25,7 +24,6 @@ namespace {
 
 using plan::Pass;
 
-constexpr int kDim = 128;
 // Heads are the y dimension of grids.
 constexpr int kMaxHeads = 65535;
 // Kernels count slots, tiles and tokens in 32 bits; a tile may reach past the last slot.
@@ -41,9 +39,13 @@ std::string supports(const DeviceProblem& device) {
     return detail::concat("the kernels are for compute capability 9.0, the device has ",
                           device.compute_capability / 10, ".", device.compute_capability % 10);
   }
-  if (problem.recipe != recipes::fp8) return "the kernels run recipe fp8 only";
-  if (problem.dim != kDim) {
-    return detail::concat("head_dim = ", problem.dim, ": the kernels take ", kDim);
+  if (problem.dim != 64 and problem.dim != 128) {
+    return detail::concat("head_dim = ", problem.dim, ": the kernels take 64 and 128");
+  }
+  if (find_forward(problem.recipe, problem.dim) == nullptr or
+      find_backward(problem.recipe, problem.dim) == nullptr) {
+    return detail::concat("recipe ", info_of(problem.recipe).name,
+                          ": the kernels run fp8, fp8_ds_row, mxfp8, mxfp8_token");
   }
   if (problem.heads_q > kMaxHeads) {
     return detail::concat("heads_q = ", problem.heads_q, ": the kernels take up to ", kMaxHeads);
@@ -149,16 +151,15 @@ void restore(const DeviceProblem& problem, const DeviceCall& call, Role role,
 // ---- tensor maps ------------------------------------------------------------------------------
 
 /// Codes (heads, slots, d) in boxes of `box` rows.
-CUtensorMap rows_map(const std::uint8_t* codes, int heads, std::int64_t slots, int box) {
-  return tile::make_byte_tensor_map(codes, kDim, slots, heads, kDim, slots * kDim, kDim, box,
-                                    tile::Swizzle::k128);
+CUtensorMap rows_map(const Operand& x, int box) {
+  return tile::make_byte_tensor_map(x.codes, x.dim, x.slots, x.heads, x.dim, x.slots * x.dim, x.dim,
+                                    box, tile::swizzle_of(x.dim));
 }
 
-/// Transposed codes (heads, d, slots) in boxes of d x `box`.
-CUtensorMap columns_map(const std::uint8_t* codes, int heads, std::int64_t slots, int box) {
-  return tile::make_byte_tensor_map(
-      codes, slots, kDim, heads, slots, slots * kDim, box, kDim,
-      box == tile::row_bytes(tile::Swizzle::k128) ? tile::Swizzle::k128 : tile::Swizzle::k64);
+/// The transposed codes of an operand, (heads, d, slots), in boxes of d x `box`.
+CUtensorMap columns_map(const Operand& x, const std::uint8_t* transposed, int box) {
+  return tile::make_byte_tensor_map(transposed, x.slots, x.dim, x.heads, x.slots, x.slots * x.dim,
+                                    box, x.dim, tile::swizzle_of(box));
 }
 
 // ---- forward ----------------------------------------------------------------------------------
@@ -194,9 +195,9 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
 
   const ForwardInstance& instance = *find_forward(problem.recipe, problem.dim);
   ForwardParams params;
-  params.q = rows_map(state.q.codes, problem.heads_q, state.q.slots, instance.rows);
-  params.k = rows_map(state.k.codes, problem.heads_k, state.k.slots, stages::kKeyTile);
-  params.v = columns_map(workspace.v_transposed, problem.heads_k, state.v.slots, stages::kKeyTile);
+  params.q = rows_map(state.q, instance.rows);
+  params.k = rows_map(state.k, stages::kKeyTile);
+  params.v = columns_map(state.v, workspace.v_transposed, stages::kKeyTile);
   params.items = list.items;
   params.num_items = list.num_items;
   params.next_item = workspace.next_item;
@@ -283,19 +284,14 @@ BackwardParams params_of(const DeviceProblem& device, const DeviceCall& call,
                          const DeviceList& list, int query_box) {
   const Problem& problem = device.problem;
   const State& state = args.state;
-  const std::int64_t q_slots = state.q.slots;
-  const std::int64_t k_slots = state.k.slots;
   BackwardParams params;
-  params.q = rows_map(state.q.codes, problem.heads_q, q_slots, query_box);
-  params.g = rows_map(workspace.g.codes, problem.heads_q, q_slots, query_box);
-  params.k = rows_map(state.k.codes, problem.heads_k, k_slots, stages::kKeyTile);
-  params.v = rows_map(state.v.codes, problem.heads_k, k_slots, stages::kKeyTile);
-  params.q_transposed =
-      columns_map(workspace.q_transposed, problem.heads_q, q_slots, stages::kQueryStep);
-  params.g_transposed =
-      columns_map(workspace.g_transposed, problem.heads_q, q_slots, stages::kQueryStep);
-  params.k_transposed =
-      columns_map(workspace.k_transposed, problem.heads_k, k_slots, stages::kKeyTile);
+  params.q = rows_map(state.q, query_box);
+  params.g = rows_map(workspace.g, query_box);
+  params.k = rows_map(state.k, stages::kKeyTile);
+  params.v = rows_map(state.v, stages::kKeyTile);
+  params.q_transposed = columns_map(state.q, workspace.q_transposed, stages::kQueryStep);
+  params.g_transposed = columns_map(workspace.g, workspace.g_transposed, stages::kQueryStep);
+  params.k_transposed = columns_map(state.k, workspace.k_transposed, stages::kKeyTile);
   params.items = list.items;
   params.num_items = list.num_items;
   params.next_item = workspace.next_item;
@@ -312,8 +308,8 @@ BackwardParams params_of(const DeviceProblem& device, const DeviceCall& call,
   params.delta = workspace.delta;
   params.tile_scales = workspace.tile_scales;
   params.row_reference = state.row_reference;
-  params.q_slots = q_slots;
-  params.k_slots = k_slots;
+  params.q_slots = state.q.slots;
+  params.k_slots = state.k.slots;
   params.total_q = device.total_q;
   params.dq = args.dq;
   params.dk = args.dk;
@@ -342,9 +338,10 @@ void backward(const DeviceProblem& device, const DeviceCall& call, const Backwar
     build(device, call, Pass::kDkv, dkv_list, workspace.list_scratch);
     build(device, call, Pass::kDq, dq_list, workspace.list_scratch);
   }
-  launch_backward_dkv(params_of(device, call, args, workspace, dkv_list, stages::kQueryStep),
+  const BackwardInstance& instance = *find_backward(device.problem.recipe, device.problem.dim);
+  instance.launch_dkv(params_of(device, call, args, workspace, dkv_list, stages::kQueryStep),
                       device.multiprocessors, stream);
-  launch_backward_dq(params_of(device, call, args, workspace, dq_list, stages::kQueryTile),
+  instance.launch_dq(params_of(device, call, args, workspace, dq_list, stages::kQueryTile),
                      device.multiprocessors, stream);
 
   OutsideArgs queries;

@@ -15,11 +15,6 @@
 
 namespace mxattn::kernels::sm90 {
 
-/// Layout of a tile whose rows are the channels of tokens.
-constexpr tile::Swizzle rows_swizzle(int dim) {
-  return dim == tile::row_bytes(tile::Swizzle::k128) ? tile::Swizzle::k128 : tile::Swizzle::k64;
-}
-
 /// Where the FP32 sums of an accumulator stay. kShared and kGlobal: each thread adds its own;
 /// kStaged: in global memory too, but the copy engine adds, from shared memory.
 enum class SumPlace : std::uint8_t { kShared, kGlobal, kStaged };
@@ -41,9 +36,9 @@ struct CodeDump {
 };
 
 struct BackwardParams {
-  // Codes by rows, boxes of 64 (dK/dV: q, g) or 128 rows of d bytes, swizzled by rows_swizzle(d);
-  // transposed codes (heads, d, slots) in pi order, boxes of d x 64 (dK/dV: q, g; 64-byte swizzle)
-  // or d x 128 (128-byte swizzle).
+  // Codes by rows, boxes of 64 (dK/dV: q, g) or 128 rows of d bytes, in the layout
+  // tile::swizzle_of(d); transposed codes (heads, d, slots) in pi order, boxes of d x 64 (dK/dV: q,
+  // g; 64-byte swizzle) or d x 128 (128-byte swizzle).
   CUtensorMap q, k, v, g;
   CUtensorMap q_transposed, k_transposed, g_transposed;
 

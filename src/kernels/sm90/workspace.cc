@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/sm90/launch.h"
+#include "kernels/sm90/instances.h"
 #include "recipe/stages.h"
 
 namespace mxattn::kernels::sm90 {
@@ -33,7 +33,9 @@ plan::cuda::BuildSpec list_spec(const DeviceProblem& problem, plan::Pass pass) {
   build.spec.pass = pass;
   build.spec.heads_q = problem.problem.heads_q;
   build.spec.heads_k = problem.problem.heads_k;
-  build.spec.tile = stages::kQueryTile;
+  build.spec.tile = pass == plan::Pass::kForward
+                        ? find_forward(problem.problem.recipe, problem.problem.dim)->rows
+                        : stages::kQueryTile;
   build.spec.heads_per_group =
       plan::heads_per_group_for_l2(build.spec, bytes_per_key_head(problem, pass), kL2Bytes);
   build.mask = problem.problem.mask;
