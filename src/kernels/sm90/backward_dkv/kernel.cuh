@@ -641,7 +641,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const int row = work.item.first + 64 * consumer + 16 * warp;
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer][0] + warp * (Config::kFloat4s / 4));
-    dv_sums().settle();
+    dv_sums().settle(dv_started or dk_started);
     const float c_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
     const float r_scale =
         total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
@@ -652,8 +652,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     finish_rotated(dk, params.softmax_scale, params.rotate);
     store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
                                   row, work.document.k_len);
-    // The next item's promotions write the staging memory of all warps.
-    ptx::named_barrier_sync(1 + consumer, 128);
     if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
   }
 }
