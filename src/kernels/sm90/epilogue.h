@@ -9,6 +9,7 @@
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
 #include "ptx/math.h"
+#include "ptx/wgmma.h"
 #include "recipe/stages.h"
 #include "tile/fragment.h"
 
@@ -158,8 +159,10 @@ struct Sums {
     }
   }
 
-  /// Makes earlier promotions readable by the whole warpgroup, and the staging memory free.
-  __device__ __forceinline__ void settle() const {
+  /// Makes earlier promotions readable by the whole warpgroup, and the staging memory free. Where
+  /// there were none (`started` is false, for all of the warpgroup's sums) both are so already.
+  __device__ __forceinline__ void settle(bool started) const {
+    if (not started) return;
     if (threadIdx.x % 128 == 0) ptx::bulk_wait_group<0>();
     ptx::fence_proxy_async_all();
     ptx::named_barrier_sync(barrier, 128);
@@ -168,15 +171,25 @@ struct Sums {
   /// partial = (sum or 0) + 2^e partial: the end of an item, after settle().
   __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],
                                          bool started) const {
-    const float4* sums = global + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < kRegisters; i += 4) {
-      // NOTE: past L1, which does not see what the copy engine wrote.
-      const float4 s = started ? __ldcg(sums + (i / 4) * 128) : float4{0, 0, 0, 0};
+    const auto add = [&](int i, const float4& s) {
       partial[i] = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
       partial[i + 1] = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
       partial[i + 2] = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
       partial[i + 3] = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
+    };
+    if (not started) {
+#pragma unroll
+      for (int i = 0; i < kRegisters; i += 4) add(i, float4{0, 0, 0, 0});
+      return;
+    }
+    // Opaque: the address would be formed again for every load.
+    const float4* const sums = global + ptx::opaque(threadIdx.x % 128);
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 4) {
+      // NOTE: past L1, which does not see what the copy engine wrote.
+      add(i, __ldcg(sums + (i / 4) * 128));
+      // A few loads at a time: all of them would need more registers than there are.
+      if (i % 32 == 28) __syncwarp();
     }
   }
 };
@@ -195,7 +208,7 @@ struct OwnSums {
     for (int p = 0; p < kPieces; ++p) at(p) = added(partial, p, scale, started);
   }
 
-  __device__ __forceinline__ void settle() const {}
+  __device__ __forceinline__ void settle(bool) const {}
 
   /// partial = (sum or 0) + 2^e partial. Then the warp's memory is free.
   __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],

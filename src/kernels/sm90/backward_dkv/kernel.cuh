@@ -125,37 +125,38 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
     ptx::copy_tensor_3d(ptx::shared_address(shared.v), &params.v, 0, key_slot, work.item.head,
                         key_full);
 
-    const int num_steps = work.visits.size();
-    const int total = num_steps * params.queries_per_key_head;
-    const auto head_of = [&](int i) {
-      return work.item.head * params.queries_per_key_head + i / num_steps;
-    };
-    const auto slot_of = [&](int i) {
-      return static_cast<int>(d.q_slot) + (work.visits.begin + i % num_steps) * kQueryStep;
-    };
-    for (int i = -1; i < total; ++i) {
-      if (total == 0) break;
+    // The rows of a step, and a block later its transposes.
+    const int total = work.visits.size() * params.queries_per_key_head;
+    int head = work.item.head * params.queries_per_key_head;
+    int step = work.visits.begin;
+    int head_before = 0, slot_before = 0;
+    for (int i = 0; i <= total and total > 0; ++i) {
+      const int slot = static_cast<int>(d.q_slot) + step * kQueryStep;
+      const bool rows = i < total;
+      const bool transposes = i > 0;
       shared.operand_ring.wait_empty(at);
       auto& stage = shared.stages[at.stage];
       const std::uint32_t full = shared.operand_ring.full_at(at.stage);
-      const bool rows = i + 1 < total;
-      const bool transposes = i >= 0;
       ptx::mbarrier_arrive_expect(
           full, (rows ? sizeof(stage.q) + sizeof(stage.g) : 0) +
                     (transposes ? sizeof(stage.q_transposed) + sizeof(stage.g_transposed) : 0));
       if (rows) {
-        ptx::copy_tensor_3d(ptx::shared_address(stage.q), &params.q, 0, slot_of(i + 1),
-                            head_of(i + 1), full);
-        ptx::copy_tensor_3d(ptx::shared_address(stage.g), &params.g, 0, slot_of(i + 1),
-                            head_of(i + 1), full);
+        ptx::copy_tensor_3d(ptx::shared_address(stage.q), &params.q, 0, slot, head, full);
+        ptx::copy_tensor_3d(ptx::shared_address(stage.g), &params.g, 0, slot, head, full);
       }
       if (transposes) {
         ptx::copy_tensor_3d(ptx::shared_address(stage.g_transposed), &params.g_transposed,
-                            slot_of(i), 0, head_of(i), full);
+                            slot_before, 0, head_before, full);
         ptx::copy_tensor_3d(ptx::shared_address(stage.q_transposed), &params.q_transposed,
-                            slot_of(i), 0, head_of(i), full);
+                            slot_before, 0, head_before, full);
       }
       at.advance();
+      head_before = head;
+      slot_before = slot;
+      if (++step == work.visits.end) {
+        step = work.visits.begin;
+        ++head;
+      }
     }
   }
 }
@@ -640,7 +641,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const int row = work.item.first + 64 * consumer + 16 * warp;
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer][0] + warp * (Config::kFloat4s / 4));
-    dv_sums().settle();
+    dv_sums().settle(dv_started or dk_started);
     const float c_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
     const float r_scale =
         total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
@@ -651,8 +652,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     finish_rotated(dk, params.softmax_scale, params.rotate);
     store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
                                   row, work.document.k_len);
-    // The next item's promotions write the staging memory of all warps.
-    ptx::named_barrier_sync(1 + consumer, 128);
     if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
   }
 }

@@ -32,7 +32,7 @@ struct DqConfig {
   static constexpr tile::Swizzle kTransposedSwizzle = tile::Swizzle::k128;  // of K^T
   static constexpr int kOutputs = kDim / 2;                                 // registers of dQ
 
-  static constexpr SumPlace kSums = kRowScale ? SumPlace::kShared : SumPlace::kStaged;
+  static constexpr SumPlace kSums = SumPlace::kShared;
   static constexpr int kFloat4s = 64 * kDim / 4;  // of a warpgroup's sum
 
   // False dependencies spread the exponentials over a phase.

@@ -595,15 +595,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const bool keeps = not Config::kRowScale and not work.visits.empty();
     const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
                             keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
-    sums().settle();
+    sums().settle(started);
     sums().finish(dq, scale, started);
     finish_rotated(dq, params.softmax_scale, params.rotate);
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
     store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
                                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
-    // The next item's promotions write the staging memory of all warps.
-    ptx::named_barrier_sync(1 + consumer, 128);
     if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
   }
   PhaseTurn<Config>::close(consumer);
