@@ -21,8 +21,9 @@ class Divisor {
   MXATTN_HOST_DEVICE float divide(float x) const {
     const float a = mul_rn(x, pow2(kScale));
     float q = mul_rn(a, reciprocal_);
-    q = fma_rn(fma_rn(-q, divisor_, a), reciprocal_, q);
-    q = fma_rn(fma_rn(-q, divisor_, a), reciprocal_, q);
+    // Remainders with their sign turned keep that of a zero.
+    q = fma_rn(fma_rn(q, divisor_, -a), -reciprocal_, q);
+    q = fma_rn(fma_rn(q, divisor_, -a), -reciprocal_, q);
     return mul_rn(q, pow2(-kScale));
   }
 

@@ -118,7 +118,7 @@ class DeviceAttention {
     config.window_right = spec_.mask.window_right;
     config.has_softmax_scale = 1;
     config.softmax_scale = spec_.softmax_scale;
-    config.rotate = spec_.rotate;
+    config.rotate = test.problem().rotate;
     expect(mxattn_problem_create(&config, &problem_));
     if (problem_ == nullptr) return;
     device_.problem = test.problem();

@@ -83,6 +83,7 @@ inline AttentionCase random_case(std::uint64_t seed, int most, const Recipe& rec
   constexpr float kScales[] = {0, 0, 0, 0.3f, 0.01f, -0.1f};
   spec.softmax_scale = kScales[random.below(static_cast<int>(std::size(kScales)))];
   spec.rotate = random.below(4) != 0;
+  spec.rotation_requested = true;
   AttentionCase test(spec);
   fill_normal(test, seed);
   switch (random.below(4)) {
