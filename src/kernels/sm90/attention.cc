@@ -12,12 +12,12 @@
 #include "base/error.h"
 #include "kernels/sm90/instances.h"
 #include "kernels/sm90/outside.h"
+#include "kernels/sm90/params.h"
 #include "kernels/sm90/workspace.h"
 #include "quantize/quantize.h"
 #include "recipe/registry.h"
 #include "recipe/roles.h"
 #include "recipe/stages.h"
-#include "tile/tensor_map.h"
 
 namespace mxattn::kernels::sm90 {
 namespace {
@@ -148,20 +148,6 @@ void restore(const DeviceProblem& problem, const DeviceCall& call, Role role,
   fill_outside(outside, problem.multiprocessors, stream_of(call));
 }
 
-// ---- tensor maps ------------------------------------------------------------------------------
-
-/// Codes (heads, slots, d) in boxes of `box` rows.
-CUtensorMap rows_map(const Operand& x, int box) {
-  return tile::make_byte_tensor_map(x.codes, x.dim, x.slots, x.heads, x.dim, x.slots * x.dim, x.dim,
-                                    box, tile::swizzle_of(x.dim));
-}
-
-/// The transposed codes of an operand, (heads, d, slots), in boxes of d x `box`.
-CUtensorMap columns_map(const Operand& x, const std::uint8_t* transposed, int box) {
-  return tile::make_byte_tensor_map(transposed, x.slots, x.dim, x.heads, x.slots, x.slots * x.dim,
-                                    box, x.dim, tile::swizzle_of(box));
-}
-
 // ---- forward ----------------------------------------------------------------------------------
 
 void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardArgs& args,
@@ -194,30 +180,8 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
   }
 
   const ForwardInstance& instance = *find_forward(problem.recipe, problem.dim);
-  ForwardParams params;
-  params.q = rows_map(state.q, instance.rows);
-  params.k = rows_map(state.k, stages::kKeyTile);
-  params.v = columns_map(state.v, workspace.v_transposed, stages::kKeyTile);
-  params.items = list.items;
-  params.num_items = list.num_items;
-  params.next_item = workspace.next_item;
-  params.cu_seqlens_q = call.cu_seqlens_q;
-  params.cu_seqlens_k = call.cu_seqlens_k;
-  params.q_exponents = state.q.exponents;
-  params.k_exponents = state.k.exponents;
-  params.v_exponents = state.v.exponents;
-  params.q_slots = state.q.slots;
-  params.k_slots = state.k.slots;
-  params.out = args.out;
-  params.lse = args.lse;
-  params.row_reference = state.row_reference;
-  params.row_sum = state.row_sum;
-  params.total_q = device.total_q;
-  params.heads_k = problem.heads_k;
-  params.queries_per_key_head = problem.heads_q / problem.heads_k;
-  params.mask = problem.mask;
-  params.score_scale = stages::score_scale(problem.softmax_scale);
-  instance.launch(params, device.multiprocessors, stream);
+  instance.launch(forward_params(device, call, args, workspace, list), device.multiprocessors,
+                  stream);
 
   OutsideArgs outside;
   outside.end = call.cu_seqlens_q + device.num_documents;
@@ -278,52 +242,6 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
   cuda::make_tile_scales(scales, stream);
 }
 
-/// Parameters of a pass that reads `query_box` rows of Q and g at a time.
-BackwardParams params_of(const DeviceProblem& device, const DeviceCall& call,
-                         const BackwardArgs& args, const BackwardWorkspace& workspace,
-                         const DeviceList& list, int query_box) {
-  const Problem& problem = device.problem;
-  const State& state = args.state;
-  BackwardParams params;
-  params.q = rows_map(state.q, query_box);
-  params.g = rows_map(workspace.g, query_box);
-  params.k = rows_map(state.k, stages::kKeyTile);
-  params.v = rows_map(state.v, stages::kKeyTile);
-  params.q_transposed = columns_map(state.q, workspace.q_transposed, stages::kQueryStep);
-  params.g_transposed = columns_map(workspace.g, workspace.g_transposed, stages::kQueryStep);
-  params.k_transposed = columns_map(state.k, workspace.k_transposed, stages::kKeyTile);
-  params.items = list.items;
-  params.num_items = list.num_items;
-  params.next_item = workspace.next_item;
-  params.cu_seqlens_q = call.cu_seqlens_q;
-  params.cu_seqlens_k = call.cu_seqlens_k;
-  params.q_exponents = state.q.exponents;
-  params.k_exponents = state.k.exponents;
-  params.v_exponents = state.v.exponents;
-  params.g_exponents = workspace.g.exponents;
-  params.g_norms = workspace.g.norms;
-  params.o_norms = workspace.output_norms;
-  params.v_norms = state.v.norms;
-  params.v_running_norms = workspace.v_running_norms;
-  params.delta = workspace.delta;
-  params.tile_scales = workspace.tile_scales;
-  params.row_reference = state.row_reference;
-  params.q_slots = state.q.slots;
-  params.k_slots = state.k.slots;
-  params.total_q = device.total_q;
-  params.dq = args.dq;
-  params.dk = args.dk;
-  params.dv = args.dv;
-  params.sums = workspace.sums;
-  params.heads_k = problem.heads_k;
-  params.queries_per_key_head = problem.heads_q / problem.heads_k;
-  params.mask = problem.mask;
-  params.score_scale = stages::score_scale(problem.softmax_scale);
-  params.softmax_scale = problem.softmax_scale;
-  params.rotate = problem.rotate;
-  return params;
-}
-
 void backward(const DeviceProblem& device, const DeviceCall& call, const BackwardArgs& args) {
   const cudaStream_t stream = stream_of(call);
   Carver carver(call.workspace);
@@ -339,10 +257,10 @@ void backward(const DeviceProblem& device, const DeviceCall& call, const Backwar
     build(device, call, Pass::kDq, dq_list, workspace.list_scratch);
   }
   const BackwardInstance& instance = *find_backward(device.problem.recipe, device.problem.dim);
-  instance.launch_dkv(params_of(device, call, args, workspace, dkv_list, stages::kQueryStep),
-                      device.multiprocessors, stream);
-  instance.launch_dq(params_of(device, call, args, workspace, dq_list, stages::kQueryTile),
-                     device.multiprocessors, stream);
+  instance.launch_dkv(dkv_params(device, call, args, workspace, dkv_list), device.multiprocessors,
+                      stream);
+  instance.launch_dq(dq_params(device, call, args, workspace, dq_list), device.multiprocessors,
+                     stream);
 
   OutsideArgs queries;
   queries.end = call.cu_seqlens_q + device.num_documents;

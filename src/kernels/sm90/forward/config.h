@@ -6,9 +6,8 @@
 #include <cstdint>
 
 #include "base/view.h"
+#include "kernels/sm90/pass.h"
 #include "kernels/sm90/registers.h"
-#include "pack/pack.h"
-#include "plan/cost.h"
 #include "recipe/recipe.h"
 #include "tile/swizzle.h"
 
@@ -82,33 +81,17 @@ struct ForwardDump {
   std::int64_t key_tiles = 0;
 };
 
-struct ForwardParams {
+/// The items are kRows queries.
+struct ForwardParams : PassParams {
   CUtensorMap q;  // codes (heads_q, q_slots, d), boxes of kRows x d, kRowSwizzle
   CUtensorMap k;  // codes (heads_k, k_slots, d), boxes of 128 x d, kRowSwizzle
   CUtensorMap v;  // transposed (heads_k, d, k_slots) in pi order, boxes of d x 128, kValueSwizzle
-
-  const plan::WorkItem* items = nullptr;  // items of kRows queries
-  const int* num_items = nullptr;
-  int* next_item = nullptr;  // 0 at launch
-
-  const std::int32_t* cu_seqlens_q = nullptr;
-  const std::int32_t* cu_seqlens_k = nullptr;
-  const std::int8_t* q_exponents = nullptr;  // (heads, slots)
-  const std::int8_t* k_exponents = nullptr;
-  const std::int8_t* v_exponents = nullptr;
-  std::int64_t q_slots = 0;
-  std::int64_t k_slots = 0;
 
   TensorView<std::uint16_t> out;          // BF16 (total_q, heads_q, d)
   float* lse = nullptr;                   // (heads_q, total_q)
   std::int32_t* row_reference = nullptr;  // mu (heads_q, total_q)
   float* row_sum = nullptr;               // L (heads_q, total_q)
-  std::int64_t total_q = 0;
-  int heads_k = 1;
-  int queries_per_key_head = 1;
-  Mask mask;
-  float score_scale = 0;  // stages::score_scale()
-  ForwardDump dump;       // of instances with kWithDump
+  ForwardDump dump;                       // of instances with kWithDump
 };
 
 }  // namespace mxattn::kernels::sm90
