@@ -23,19 +23,34 @@ constexpr bool forward_runs(const Recipe& recipe) {
          recipe.key_order == KeyOrder::kDescending and recipe.output == Element::kBf16;
 }
 
+/// What a warpgroup does while it holds the turn.
+enum class TurnAround : std::uint8_t {
+  kNothing,       // there is no turn
+  kScores,        // S, which nobody else multiplies meanwhile
+  kExponentials,  // P and its products
+  kSoftmax,       // the maximum as well
+};
+
+/// Whether P is made while the turn is held.
+constexpr bool covers_exponentials(TurnAround turn) {
+  return turn == TurnAround::kExponentials or turn == TurnAround::kSoftmax;
+}
+
 /// What moves work in time and never changes a bit.
 struct ForwardTuning {
-  bool maximum_in_turn = true;  // whether the turn covers the maximum beside the exponentials
-  int quarters_in_turn = 4;     // quarters of P (32 keys) after which the turn is passed
-  bool early_scores = true;     // the next scores are issued before T is there
-  bool join_items = false;      // an item's last step multiplies the next item's first scores
+  TurnAround turn = TurnAround::kSoftmax;
+  int quarters_in_turn = 4;  // quarters of P (32 keys) after which the turn is passed
+  bool early_scores = true;  // the next scores are issued before T is there
+  int split_scores = 0;      // their first 64 keys behind so many quarters of P, 2 or 3; 0: whole
+  bool join_items = false;   // an item's last step multiplies the next item's first scores
 };
 
 /// Two warpgroups wait for one another's exponentials; three have a multiprocessor's exponential
 /// unit for the bottleneck (d = 64: 1,024 clk a tile of 128 x 128, matrix instructions 528), which
 /// should not stand still during a maximum.
 constexpr ForwardTuning default_tuning(int head_dim) {
-  return {.maximum_in_turn = head_dim > 64, .early_scores = head_dim > 64};
+  if (head_dim == 64) return {.turn = TurnAround::kExponentials, .early_scores = false};
+  return {};
 }
 
 /// One instance of the kernel. kWithDump: for tests, writes ForwardParams::dump.

@@ -171,7 +171,8 @@ template <class Config>
 __device__ void attend(const ForwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int warp = (threadIdx.x / 32) % 4;
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
-  SoftmaxTurn<Config>::open(consumer);
+  constexpr bool kTurns = Config::kTuning.turn != TurnAround::kNothing;
+  if (kTurns) SoftmaxTurn<Config>::open(consumer);
 
   constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
   const std::uint32_t q_base = ptx::opaque(
@@ -245,10 +246,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       } else if (kind == Step::kGeneralMasked) {
         step<Config, Step::kGeneralMasked>(rows, s, tile, consumer, params, work);
       } else {
-        SoftmaxTurn<Config>::take(consumer);
-        SoftmaxTurn<Config>::pass(consumer);
-        ptx::wgmma_fence();
-        issue_scores<Config>(s, tile.next_q_low, tile.next_low);
+        skip<Config>(s, tile, consumer);
       }
       if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
       kv_at = next;
@@ -261,7 +259,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
     q_at.advance();
   }
-  SoftmaxTurn<Config>::close(consumer);
+  if (kTurns) SoftmaxTurn<Config>::close(consumer);
 }
 
 template <class Config>

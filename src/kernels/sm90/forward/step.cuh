@@ -98,10 +98,32 @@ using ValueLayout = tile::Descriptor<Config::kValueSwizzle>;
 
 // ---- products ---------------------------------------------------------------------------------
 
+/// Issues S = Q K^T of 64 keys of a tile, into their half of s: the same bits as of all 128.
+template <class Config>
+__device__ __forceinline__ void issue_half_scores(float (&s)[64], std::uint32_t q_low,
+                                                  std::uint32_t k_low, int half) {
+  using Scores = ptx::WgmmaE4m3<kKeyTile / 2>;
+  float(&part)[32] = *reinterpret_cast<float(*)[32]>(s + 32 * half);
+  const std::uint64_t q = RowLayout<Config>::whole(q_low);
+  const std::uint64_t k = RowLayout<Config>::whole(k_low) +
+                          half * (kKeyTile / 2 * Config::kDim / tile::kDescriptorUnit);
+  Scores::fresh_ss(part, q, k);
+#pragma unroll
+  for (int step = 1; step < Config::kDim / stages::kMmaDepth; ++step) {
+    Scores::add_ss(part, q + step * tile::kDescriptorStepK32, k + step * tile::kDescriptorStepK32);
+  }
+  ptx::wgmma_commit_group();
+}
+
 /// Issues S = Q K^T of a tile.
 template <class Config>
 __device__ __forceinline__ void issue_scores(float (&s)[64], std::uint32_t q_low,
                                              std::uint32_t k_low) {
+  if constexpr (Config::kTuning.split_scores != 0) {
+    issue_half_scores<Config>(s, q_low, k_low, 0);
+    issue_half_scores<Config>(s, q_low, k_low, 1);
+    return;
+  }
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
   const std::uint64_t q = RowLayout<Config>::whole(q_low);
   const std::uint64_t k = RowLayout<Config>::whole(k_low);
@@ -283,6 +305,32 @@ __device__ __forceinline__ void promote(Rows<Config>& rows, const float (&t)[kPa
 
 // ---- the step ---------------------------------------------------------------------------------
 
+/// The next scores, waited for, while the others multiply none.
+template <class Config>
+__device__ __forceinline__ void scores_in_turn(float (&s)[64], const KeyTile& tile, int consumer) {
+  SoftmaxTurn<Config>::take(consumer);
+  ptx::wgmma_fence();
+  issue_scores<Config>(s, tile.next_q_low, tile.next_low);
+  ptx::wgmma_wait_group<0>();
+  ptx::pin(s);
+  SoftmaxTurn<Config>::pass(consumer);
+}
+
+/// A tile of which no row sees a key.
+template <class Config>
+__device__ __forceinline__ void skip(float (&s)[64], const KeyTile& tile, int consumer) {
+  if constexpr (Config::kTuning.turn == TurnAround::kScores) {
+    scores_in_turn<Config>(s, tile, consumer);
+    return;
+  }
+  if constexpr (covers_exponentials(Config::kTuning.turn)) {
+    SoftmaxTurn<Config>::take(consumer);
+    SoftmaxTurn<Config>::pass(consumer);
+  }
+  ptx::wgmma_fence();
+  issue_scores<Config>(s, tile.next_q_low, tile.next_low);
+}
+
 /// One tile. General steps give the same bits as the others for a row whose visible keys share EK
 /// and EV: they multiply by powers of two, of scores before and of P behind its rounding places,
 /// and these are 1, or are in rows.a, where exponents agree. The others need a scale >= 0, so that
@@ -292,7 +340,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
                                      int consumer, const ForwardParams& params, const Work& work) {
   constexpr bool kMasked = is_masked(kStep), kGeneral = is_general(kStep);
   constexpr ForwardTuning kTuning = Config::kTuning;
-  if (kTuning.maximum_in_turn) SoftmaxTurn<Config>::take(consumer);
+  if (kTuning.turn == TurnAround::kSoftmax) SoftmaxTurn<Config>::take(consumer);
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
   if constexpr (kMasked) mask_scores<Config, kGeneral>(rows, s, tile, most_ev);
@@ -315,7 +363,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   raise_maximum<Config, kMasked>(rows, top, alpha);
 #pragma unroll
   for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
-  if (not kTuning.maximum_in_turn) SoftmaxTurn<Config>::take(consumer);
+  if (kTuning.turn == TurnAround::kExponentials) SoftmaxTurn<Config>::take(consumer);
 
   // c of each row, and 2^-c.
   const Exponent tile_ev = Exponent::stored(TileFacts::ev(rows.tile_facts));
@@ -333,7 +381,12 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     }
   }
 
-  // P in quarters of 32 keys; each is multiplied as soon as it is packed.
+  // P in quarters of 32 keys; each is multiplied as soon as it is packed. The next scores are
+  // multiplied while T is added to O, the first half of them during the last exponentials. NOTE:
+  // until T is there the codes keep their registers, which general steps do not have.
+  constexpr bool kScoresInTurn = kTuning.turn == TurnAround::kScores;
+  constexpr bool kEarly = kTuning.early_scores and not kGeneral and not kScoresInTurn;
+  constexpr bool kSplit = kTuning.split_scores != 0 and kEarly;
   float t[kGeneral ? Config::kOutputs : Config::kOutputsAndSums];
   float sums[4];
   std::uint32_t codes[4][4];
@@ -371,16 +424,22 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
         dump.codes(params.dump.hs, kGeneral ? weights[g] : codes[g], rows.visible(r), r, key);
       }
     }
-    if (g + 1 == kTuning.quarters_in_turn) SoftmaxTurn<Config>::pass(consumer);
+    if (kSplit and g + 1 == kTuning.split_scores) {
+      issue_half_scores<Config>(s, tile.next_q_low, tile.next_low, 0);
+    }
+    if (covers_exponentials(kTuning.turn) and g + 1 == kTuning.quarters_in_turn) {
+      SoftmaxTurn<Config>::pass(consumer);
+    }
   }
-  // The next scores are multiplied while T is added to O. NOTE: until T is there the codes keep
-  // their registers, which general steps do not have.
-  constexpr bool kEarly = kTuning.early_scores and not kGeneral;
-  if (kEarly) issue_scores<Config>(s, tile.next_q_low, tile.next_low);
+  if (kSplit) {
+    issue_half_scores<Config>(s, tile.next_q_low, tile.next_low, 1);
+  } else if (kEarly) {
+    issue_scores<Config>(s, tile.next_q_low, tile.next_low);
+  }
   ptx::wgmma_wait_group<kEarly ? 1 : 0>();
   ptx::pin(t);
   if constexpr (kGeneral) ptx::pin(sums);
-  if (not kEarly) {
+  if (not kEarly and not kScoresInTurn) {
     ptx::wgmma_fence();
     issue_scores<Config>(s, tile.next_q_low, tile.next_low);
   }
@@ -394,6 +453,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   } else {
     promote(rows, t, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
   }
+  if (kScoresInTurn) scores_in_turn<Config>(s, tile, consumer);
   if constexpr (Config::kDump) {
     const DumpRows dump(params, work, consumer);
     for (int r = 0; r < 2; ++r) {
