@@ -19,6 +19,9 @@ struct DkvConfig {
   static constexpr DsScale kDsScale = kTheDsScale;
   static constexpr bool kRowScale = kDsScale == DsScale::kRow;
   static constexpr bool kDumpCodes = kDump;
+  // Statistics are handed back by one lane for its warp. Tools that look for races may not follow
+  // that: for them, in instances for tests, every lane does.
+  static constexpr bool kEveryLaneArrives = kDump;
   static constexpr int kConsumers = 2;  // warpgroups, 64 keys each
   static constexpr int kStages = 3;
   static constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every third step
