@@ -18,10 +18,13 @@ namespace mxattn::kernels::sm90 {
 /// kStaged: in global memory too, but the copy engine adds, from shared memory.
 enum class SumPlace : std::uint8_t { kShared, kGlobal, kStaged };
 
-/// FP32 sums of a CTA that stay in L2: those of dV and of dK, 128 keys each. The dQ pass takes
-/// less.
+/// Whether the FP32 sums of dV and of dK, 128 keys each, have room in shared memory beside the
+/// operands. Else they stay in L2: bytes of global memory that a CTA of the dK/dV pass needs.
+constexpr bool sums_fit_shared(int dim) { return dim <= 64; }
 constexpr std::int64_t sum_bytes_per_cta(int dim) {
-  return std::int64_t{2} * stages::kKeyTile * dim * static_cast<int>(sizeof(float));
+  return sums_fit_shared(dim)
+             ? 0
+             : std::int64_t{2} * stages::kKeyTile * dim * static_cast<int>(sizeof(float));
 }
 
 /// Where instances for tests (kDumpCodes) leave codes: (heads_q, total_q, keys), the query by its
@@ -52,7 +55,7 @@ struct BackwardParams : PassParams {
   const std::int32_t* row_reference = nullptr;    // mu (heads_q, total_q)
 
   TensorView<std::uint16_t> dq, dk, dv;  // BF16
-  float4* sums = nullptr;                // workspace: sum_bytes_per_cta() a CTA
+  float4* sums = nullptr;                // dK/dV: workspace, sum_bytes_per_cta() a CTA
   float softmax_scale = 0;
   bool rotate = false;
   CodeDump dump;           // instances for tests only

@@ -19,6 +19,9 @@ struct DkvConfig {
   static constexpr DsScale kDsScale = kTheDsScale;
   static constexpr bool kRowScale = kDsScale == DsScale::kRow;
   static constexpr bool kDumpCodes = kDump;
+  // Statistics are handed back by one lane for its warp. Tools that look for races may not follow
+  // that: for them, in instances for tests, every lane does.
+  static constexpr bool kEveryLaneArrives = kDump;
   static constexpr int kConsumers = 2;  // warpgroups, 64 keys each
   static constexpr int kStages = 3;
   static constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every third step
@@ -31,15 +34,14 @@ struct DkvConfig {
   static constexpr tile::Swizzle kTransposedSwizzle = tile::Swizzle::k64;  // of Q^T and G^T
   static constexpr int kOutputs = kDim / 2;  // registers of dV and of dK
 
-  // Shared memory has room for two sums of 64 rows x 64 channels a warpgroup, or for one of 128:
-  // that of dK where every step is added to it.
-  static constexpr SumPlace kDvSums = kDim == 64  ? SumPlace::kShared
+  // Where both sums do not fit into shared memory, that of dK does if every step is added to it.
+  static constexpr bool kFit = sums_fit_shared(kDim);
+  static constexpr SumPlace kDvSums = kFit        ? SumPlace::kShared
                                       : kRowScale ? SumPlace::kGlobal
                                                   : SumPlace::kStaged;
-  static constexpr SumPlace kDkSums =
-      kDim == 64 or kRowScale ? SumPlace::kShared : SumPlace::kStaged;
-  static constexpr int kSharedSums = kDim == 64 ? 2 : 1;
-  static constexpr int kFloat4s = 64 * kDim / 4;  // of a sum
+  static constexpr SumPlace kDkSums = kFit or kRowScale ? SumPlace::kShared : SumPlace::kStaged;
+  static constexpr int kSharedSums = kFit ? 2 : 1;  // or one on its way to L2
+  static constexpr int kFloat4s = 64 * kDim / 4;    // of a sum
 
   // False dependencies spread the exponentials over a phase.
   static constexpr bool kSpread = true;

@@ -171,8 +171,7 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
   for (std::uint32_t item = 0;; ++item) {
     shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
     const Work work = shared.work[item % 2];
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
+    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
     if (work.last) return;
     const Document& d = work.document;
     const int num_steps = work.visits.size();
@@ -619,7 +618,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
       __syncwarp();
-      if (leader) ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
+      if (leader or Config::kEveryLaneArrives) {
+        ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
+      }
       stats_at = next_stats;
       if (++step == steps_end) step = work.visits.begin;
       if constexpr (Config::kRowScale) {
@@ -653,7 +654,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     finish_rotated(dk, params.softmax_scale, params.rotate);
     store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
                                   row, work.document.k_len);
-    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
+    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));  // every lane: it happens rarely
   }
 }
 
@@ -663,10 +664,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
   if (threadIdx.x == 0) {
-    shared.work_ring.initialise(4 * Config::kConsumers + Config::kStatsWarps);
+    shared.work_ring.initialise(128 * Config::kConsumers + 32 * Config::kStatsWarps);
     shared.key_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
-    shared.stats_ring.initialise(4 * Config::kConsumers, 32);
+    shared.stats_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers, 32);
     ptx::fence_mbarrier_init();
   }
   // Rows of stages that the first items never fill must hold finite codes.

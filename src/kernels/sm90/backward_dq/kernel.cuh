@@ -603,7 +603,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
     store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
                                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
-    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
+    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));  // every lane: it happens rarely
   }
   PhaseTurn<Config>::close(consumer);
 }
@@ -614,7 +614,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
   if (threadIdx.x == 0) {
-    shared.work_ring.initialise(4 * Config::kConsumers);
+    shared.work_ring.initialise(128 * Config::kConsumers);
     shared.query_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
     ptx::fence_mbarrier_init();
