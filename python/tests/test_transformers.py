@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import mxattn
@@ -298,7 +299,7 @@ def test_other_floats_are_rounded_to_bf16(dtype):
 @pytest.mark.parametrize("told", ["cu_seq_lens", "position_ids", "padding"])
 def test_compiled(told):
     """With lengths as arguments in one graph, else with breaks; the same bits as without."""
-    model, ids = tiny(), tokens(1, 64)
+    model, ids = tiny(layers=1), tokens(1, 64)
     options = {"position_ids": positions()}
     if told == "cu_seq_lens":
         options = flash_kwargs()
@@ -322,6 +323,12 @@ def test_names_and_recipes():
     for name in ("", "sdpa", "my_flash", "org/mxattn"):
         with pytest.raises(mxattn.InvalidArgument, match=rf"name = '{name}': expected a name"):
             hooks.register(name)
+
+
+def test_an_old_version_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.3.1")
+    with pytest.raises(ImportError, match=r"__version__ = 5\.3\.1: expected >= 5\.4"):
+        hooks.register()
 
 
 def test_dropout_is_refused_in_training_only():

@@ -36,13 +36,14 @@ class MxVarlenAttention(VarlenAttention):
         self.recipe = checked_recipe(config.recipe)
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, out_transform=None,
-                **_):  # fmt: skip
+                enable_gqa=False):  # fmt: skip
         """The output in the shape and dtype of q_BLNH, with the head dimension of v_BLNH.
 
         q_BLNH: (batch, tokens, heads, head_dim), bfloat16, float16 or float32; k_BLNH, v_BLNH: with
-        as many heads or fewer. attention_masks: the VarlenMetadata of the batch, whose documents
-        lie in batch * tokens. The window aligns queries to the last keys. Raises Unsupported for
-        an out_transform, whose log-sum-exp would need a gradient, and under type checking.
+        as many heads or fewer, whatever enable_gqa. attention_masks: the VarlenMetadata of the
+        batch, whose documents lie in batch * tokens. The window aligns queries to the last keys.
+        Raises Unsupported for an out_transform, whose log-sum-exp would need a gradient, and under
+        type checking.
         """
         if not isinstance(attention_masks, VarlenMetadata):
             raise invalid("attention_masks", type(attention_masks).__name__, "VarlenMetadata")

@@ -48,15 +48,16 @@ def register(name: str = "mxattn", *, recipe: str = "fp8") -> str:
     For `model.set_attn_implementation(name)` and `from_pretrained(..., attn_implementation=name)`.
     Several names may stand for several recipes; registering a name again replaces its recipe.
     Raises InvalidArgument for an unknown recipe or a name that transformers would read as one of
-    its own, and ImportError without transformers 5.
+    its own, and ImportError without transformers 5.4.
     """
     try:
         import transformers
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
-        raise ImportError("mxattn.integrations.transformers needs transformers >= 5") from error
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise ImportError(f"transformers.__version__ = {transformers.__version__}: expected >= 5")
+        raise ImportError("mxattn.integrations.transformers needs transformers >= 5.4") from error
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4):
+        # Older ones ask for masks with other arguments.
+        raise ImportError(f"transformers.__version__ = {transformers.__version__}: expected >= 5.4")
     special = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
     if not name or any(part in name for part in special):
         raise invalid("name", repr(name), f"a name without {', '.join(special)}")
@@ -178,27 +179,35 @@ def _packed(q, k, v, cu_q, cu_k, how) -> torch.Tensor:
     return mxattn.attn_varlen(*rows, cu_q, cu_k, **how).view(q.shape)
 
 
+def _once(tensor: torch.Tensor, key: tuple, make):
+    """make(), kept with the tensor while that is unchanged: all layers are given the same one.
+
+    Making reads values, which waits for a device; this way once a step.
+    """
+    if tensor.is_inference():  # has no version
+        return make()
+    key = (tensor._version, *key)
+    known = getattr(tensor, "_mxattn", None)
+    if known is None or known[0] != key:
+        tensor._mxattn = known = (key, make())
+    return known[1]
+
+
 @torch.compiler.disable
 def _documents(position_ids: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Offsets (documents + 1,) over batch * tokens; each row begins a document.
-
-    Their number must be read, which waits for a device: once a step, as all layers are given the
-    same tensor, which keeps the offsets.
-    """
+    """Offsets (documents + 1,) over batch * tokens; each row begins a document."""
     if tuple(position_ids.shape) not in (tuple(shape), (1, shape[1])):
         raise unsupported("position_ids.shape", tuple(position_ids.shape),
                           f"{tuple(shape)}; for others pass cu_seq_lens_q")  # fmt: skip
-    version = None if position_ids.is_inference() else position_ids._version
-    known = getattr(position_ids, "_mxattn_documents", None)
-    if known is not None and version is not None and known[:2] == (version, shape):
-        return known[2]
-    positions = position_ids.expand(shape)
-    begins = torch.ones_like(positions, dtype=torch.bool)
-    begins[:, 1:] = positions.diff() != 1
-    starts = begins.flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
-    position_ids._mxattn_documents = (version, shape, offsets)
-    return offsets
+
+    def make():
+        positions = position_ids.expand(shape)
+        begins = torch.ones_like(positions, dtype=torch.bool)
+        begins[:, 1:] = positions.diff() != 1
+        starts = begins.flatten().nonzero().flatten()
+        return torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
+
+    return _once(position_ids, tuple(shape), make)
 
 
 @torch.compiler.disable
@@ -207,27 +216,35 @@ def _unpadded(q, k, v, attention_mask, position_ids, how) -> torch.Tensor:
     if attention_mask.ndim != 2 or attention_mask.shape[0] != q.shape[0]:
         raise unsupported("attention_mask.shape", tuple(attention_mask.shape),
                           "(batch, tokens) or None; pack documents instead")  # fmt: skip
-    keys = attention_mask.bool()
-    k, v = (x[:, : keys.shape[1]] for x in (k, v))  # a static cache is longer than its mask
-    queries = keys.new_ones(q.shape[:2])
-    if how["causal"] or how["window_size"] != (-1, -1):
-        # The queries are the last keys. Without causality they may be others (cross-attention).
-        queries = keys[:, -q.shape[1] :]
-    if queries.shape != q.shape[:2] or keys.shape != k.shape[:2]:
+    # A static cache is longer than its mask.
+    k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
+    # The queries are the last keys. Without causality they may be others (cross-attention).
+    among_keys = how["causal"] or how["window_size"] != (-1, -1)
+    if attention_mask.shape != k.shape[:2] or (among_keys and q.shape[1] > k.shape[1]):
         found, expected = tuple(attention_mask.shape), f"{tuple(k.shape[:2])}, no less than queries"
         raise invalid("attention_mask.shape", found, expected)
-    if position_ids is not None and position_ids.shape == keys.shape == q.shape[:2]:
-        kept = position_ids.masked_fill(~keys, torch.iinfo(position_ids.dtype).max)
-        falls = (kept.flip(1).cummin(1).values.flip(1) < position_ids) & keys
-        if falls.any():
-            raise invalid("position_ids", "documents that restart", "no mask with padding beside")
-    lengths_q, lengths_k = queries.sum(1), keys.sum(1)
-    at = queries.flatten().nonzero().flatten()
-    picked = keys.flatten().nonzero().flatten()
-    out = mxattn.attn_varlen(
-        q.flatten(0, 1)[at], k.flatten(0, 1)[picked], v.flatten(0, 1)[picked],
-        mxattn.cu_seqlens_from_lengths(lengths_q), mxattn.cu_seqlens_from_lengths(lengths_k),
-        **how,
-    )  # fmt: skip
+
+    def make():
+        keys = attention_mask.bool()
+        queries = keys[:, -q.shape[1] :] if among_keys else keys.new_ones(q.shape[:2])
+        if position_ids is not None and position_ids.shape == keys.shape == q.shape[:2]:
+            _refuse_restarts(position_ids, keys)
+        chosen = []
+        for kept in (queries, keys):
+            chosen.append(kept.flatten().nonzero().flatten())
+            chosen.append(mxattn.cu_seqlens_from_lengths(kept.sum(1)))
+        return chosen
+
+    at, cu_q, picked, cu_k = _once(attention_mask, (*q.shape[:2], among_keys), make)
+    out = mxattn.attn_varlen(q.flatten(0, 1)[at], k.flatten(0, 1)[picked],
+                             v.flatten(0, 1)[picked], cu_q, cu_k, **how)  # fmt: skip
     rows = out.new_zeros((q.shape[0] * q.shape[1], *out.shape[1:]))
     return rows.index_copy(0, at, out).view(q.shape)
+
+
+def _refuse_restarts(position_ids, keys) -> None:
+    """Positions that fall among the tokens kept: packed documents, which a mask does not tell."""
+    kept = position_ids.masked_fill(~keys, torch.iinfo(position_ids.dtype).max)
+    falls = (kept.flip(1).cummin(1).values.flip(1) < position_ids) & keys
+    if falls.any():
+        raise invalid("position_ids", "documents that restart", "no mask with padding beside")
