@@ -94,16 +94,13 @@ def forward(module, query, key, value, attention_mask, *, recipe="fp8", dropout=
     q, k, v = (x.transpose(1, 2) for x in rounded(query, key, value))
     v = as_wide_as(v, q.shape[-1])
     # A window of w tokens counts the query itself; without causality it looks w - 1 to both sides.
-    reach = -1 if sliding_window is None else sliding_window - 1
+    left = right = sliding_window - 1 if sliding_window else -1
     how = {
         "softmax_scale": scaling,
         "causal": is_causal,
-        "window_size": (reach, 0 if is_causal else reach),
+        "window_size": (left, 0 if is_causal and sliding_window else right),
         "recipe": recipe,
     }
-    if is_causal and sliding_window is None:
-        how["window_size"] = (-1, -1)
-
     if attention_mask is not None:
         if cu_seq_lens_q is not None:
             raise invalid("attention_mask", "a mask with padding", "None beside cu_seq_lens_q")
