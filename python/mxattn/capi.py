@@ -457,6 +457,7 @@ class Plan:
         self.handle = handle
         self.key = next(Plan._next)
         self.token = None  # the key as a tensor, where torch made the plan
+        self.memory = self.stream = None  # where torch made it on a device: its own, and whose
         self._keep = keep
         Plan._living[self.key] = self
         weakref.finalize(self, lib.mxattn_plan_destroy, handle)

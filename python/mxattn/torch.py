@@ -85,10 +85,13 @@ def call_of(problem: Problem, device, cu_q, cu_k, state, plan, **tensors):
         raise invalid("state.device", state.device, f"{device}, as q")
     elif state.nbytes < problem.state_bytes:
         raise invalid("state.nbytes", state.nbytes, f"at least {problem.state_bytes}")
-    workspace = _workspace(problem, device)
+    workspace, stream = _workspace(problem, device), _stream(device)
+    if plan is not None and plan.stream != stream:
+        # Else its memory could go to others of its own stream while this one still reads it.
+        plan.memory.record_stream(torch.cuda.current_stream(device))
     call = problem.call(
-        cu_q, cu_k, state.data_ptr() if block else state, workspace=workspace,
-        stream=_stream(device), plan=plan,
+        cu_q, cu_k, state.data_ptr() if block else state, workspace=workspace, stream=stream,
+        plan=plan,
     )  # fmt: skip
     return call, workspace
 
@@ -297,8 +300,9 @@ def make_plan(cu_seqlens_q, cu_seqlens_k, q_shape, k_shape, options) -> Plan:
         plan = problem.make_plan(cu_q, cu_k)
     else:
         memory = torch.empty(problem.plan_bytes, dtype=torch.uint8, device=device)
-        workspace = _workspace(problem, device)
-        plan = problem.make_device_plan(cu_q, cu_k, memory, workspace, _stream(device))
+        workspace, stream = _workspace(problem, device), _stream(device)
+        plan = problem.make_device_plan(cu_q, cu_k, memory, workspace, stream)
+        plan.memory, plan.stream = memory, stream
     # What the operators take: a tensor, as graphs are specialised on the values of numbers.
     plan.token = torch.tensor(plan.key, dtype=torch.int64, device="cpu")
     return plan
