@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from mxattn import capi
 from mxattn.capi import UNSUPPORTED, Plan, Problem, Unsupported, invalid
-from mxattn.frontend import _options
+from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _options
 
 _library = torch.library.Library("mxattn", "DEF")
 _MASK_AND_RECIPE = (
@@ -341,3 +341,10 @@ def merge_lse(out_a, lse_a, out_b, lse_b):
     share = torch.where(total == 0, 1, total)
     out = out_a.float() * (a / share).T[..., None] + out_b.float() * (b / share).T[..., None]
     return out.to(out_a.dtype), lse
+
+
+def merged_sums(reference, merged_lse):
+    """Row sums over all keys, relative to `reference` (see frontend)."""
+    _same_device(reference.device, merged_lse=merged_lse)
+    exponent = merged_lse.double() * LOG2_E - reference
+    return torch.exp2(exponent.clamp(max=LARGEST_EXPONENT)).float()
