@@ -1,6 +1,6 @@
 """What a call from Python costs the host beside the library's own work, CPU or CUDA.
 
-usage: bench_overhead.py [--json FILE] [--calls N] [--device cpu|cuda] [--limit MICROSECONDS]
+usage: bench_overhead.py [--json FILE] [--device cpu|cuda] [--limit MICROSECONDS] [--python-only]
 
 The microseconds of one call of mxattn.attn_varlen on one document of few tokens: without gradient,
 with one, and with the backward, without and with a plan. `python` is the same call with a C library
@@ -15,10 +15,14 @@ with --limit the exit status is 1 where `python` of a forward is longer.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from pathlib import Path
+
+# Idle threads of one library must not spin while the other one is timed. Before any import.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
@@ -106,6 +110,7 @@ def main(arguments=None) -> int:
     # A GPU takes a thousand launches before it makes the host wait.
     parser.add_argument("--calls", type=int, default=30, help="a round, of 9")
     parser.add_argument("--limit", type=float, metavar="MICROSECONDS")
+    parser.add_argument("--python-only", action="store_true", help="never call the true library")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     dim = 64
@@ -117,18 +122,23 @@ def main(arguments=None) -> int:
     now = time.perf_counter if on_gpu else time.thread_time
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     functions = cases(options.device, dim)
-    everything = {name: measure(f, options.calls, now, wait) for name, f in functions.items()}
-    library, capi.lib = capi.lib, Idle(capi.lib)
-    try:
-        python = {name: measure(f, options.calls, now, wait) for name, f in functions.items()}
-    finally:
-        capi.lib = library
-    rows = [{"case": name, "us": everything[name], "python_us": python[name]} for name in functions]
+    rows = [{"case": name} for name in functions]
+    library = capi.lib
+    for key in ("us", "python_us"):
+        if key == "us" and options.python_only:
+            continue
+        capi.lib = library if key == "us" else Idle(library)
+        try:
+            for row, function in zip(rows, functions.values(), strict=True):
+                row[key] = measure(function, options.calls, now, wait)
+        finally:
+            capi.lib = library
     where = torch.cuda.get_device_name() if on_gpu else "cpu"
     print(f"{where}, d {dim}, torch {torch.__version__}, microseconds a call", file=sys.stderr)
     print(f"{'':28}{'all':>8}{'python':>8}", file=sys.stderr)
     for row in rows:
-        print(f"{row['case']:28}{row['us']:8.1f}{row['python_us']:8.1f}", file=sys.stderr)
+        everything = f"{row['us']:8.1f}" if "us" in row else f"{'':8}"
+        print(f"{row['case']:28}{everything}{row['python_us']:8.1f}", file=sys.stderr)
     if options.json:
         machine = {"device": where, "torch": torch.__version__, "head_dim": dim}
         write_json(options.json, {"machine": machine, "rows": rows})
