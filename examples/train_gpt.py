@@ -375,7 +375,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6 if big else 2)
     parser.add_argument("--width", type=int, default=1024 if big else 256)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=6e-4 if big else 1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--eval-every", type=int, default=100)
     parser.add_argument("--eval-packs", type=int, default=4)
