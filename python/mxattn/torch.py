@@ -57,7 +57,8 @@ def _device_index(device: torch.device) -> int | None:
 
 
 def _stream(device: torch.device) -> int | None:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    # What compiled graphs call for the same number: no object, a tenth of the time.
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
 def _workspace(problem: Problem, device: torch.device) -> torch.Tensor | None:
