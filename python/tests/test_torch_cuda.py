@@ -74,7 +74,7 @@ EXACT_COSINE = 0.996
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window"])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("recipe", ["fp8", "mxfp8_token", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_token", "fp8_ds_row", "bf16"])
 def test_results_are_those_of_the_model_and_near_exact(recipe, dim, mask):
     options = {"causal": mask == "causal", "window": (50, 3) if mask == "window" else (-1, -1)}
     need("cuda", recipe, dim, causal=options["causal"], window_size=options["window"])
@@ -85,21 +85,23 @@ def test_results_are_those_of_the_model_and_near_exact(recipe, dim, mask):
     grads = torch.autograd.grad(out, (q, k, v), dout)
     got = dict(zip(("o", "dq", "dk", "dv"), (array(x) for x in (out, *grads)), strict=True))
     operands = [array(x) for x in (q, k, v, cu)]
+    modelled = mxattn.can_run(q.shape, k.shape, recipe=recipe, backend="cpu_h200")
     model = attention(*operands, dout=array(dout), recipe=recipe, **options,
-                      backend="cpu_h200" if recipe == "fp8" else "auto")  # fmt: skip
+                      backend="cpu_h200" if modelled else "auto")  # fmt: skip
     true = exact(*operands, dout=array(dout), **options)
     for name, x in got.items():
         assert cosine(x, model[name]) > MODEL_COSINE, name
         assert cosine(x, true[name]) > EXACT_COSINE, name
         equal = (x.view(np.uint16) == model[name].view(np.uint16)).all(-1)
-        assert equal.mean() > (MODEL_EQUAL_ROWS if recipe == "fp8" else 0), name
+        assert not modelled or equal.mean() > MODEL_EQUAL_ROWS, name
         assert (x[sum(LENGTHS) :] == 0).all(), name
     # Without a flip, what is left is log2 and one product in FP32; a flip moves a sum by a 16th.
     got_lse, want_lse = array(lse), model["lse"]
     assert (np.isneginf(got_lse) == np.isneginf(want_lse)).all()
     seen = ~np.isneginf(want_lse)
     error = np.abs(got_lse[seen] - want_lse[seen])
-    assert error.max() < 1 / 16 and (error < 1e-5).mean() > MODEL_EQUAL_ROWS
+    assert error.max() < 1 / 16
+    assert not modelled or (error < 1e-5).mean() > MODEL_EQUAL_ROWS
 
 
 def test_queries_and_keys_of_different_lengths():
