@@ -180,9 +180,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             return (None,) * 11
         q, k, v, out, lse, state, cu_q, cu_k, plan = ctx.saved_tensors
-        grads = torch.ops.mxattn.backward.default(
-            dout, q, k, v, out, lse, state, cu_q, cu_k, plan, *ctx.options
-        )
+        # As torch.ops.mxattn.backward, entered behind the dispatcher's first turn.
+        grads = _gradients(dout, q, k, v, out, lse, state, cu_q, cu_k, plan, *ctx.options)
         return *grads, *(None,) * 8
 
 
@@ -211,10 +210,11 @@ def _with_autograd(name: str, function):
             return operator(*inputs)
 
     _library.impl(name, run, "Autograd")
+    return run
 
 
 _with_autograd("forward", _Attention)
-_with_autograd("backward", _Gradient)
+_gradients = _with_autograd("backward", _Gradient)
 
 
 def _no_vmap(info, in_dims, *_):

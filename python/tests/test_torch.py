@@ -77,7 +77,7 @@ def test_gradients_near_exact(device, lengths, causal, window, shape):
     recipe = "bf16"
     if device != "cpu":  # there are fewer recipes and head dimensions
         recipe, dim = "fp8", usual_dim(device)
-    bound = 0.999 if recipe == "bf16" else 0.99
+    bound = 0.999 if recipe == "bf16" else 0.98  # dS of two keys: a difference of two codes
     q, k, v, dout = inputs(heads_q, heads_k, dim, sum(lengths) + 3, grad=True, device=device)
     cu = mxattn.cu_seqlens_from_lengths(torch.tensor(lengths, device=device))
     options = {"causal": causal, "softmax_scale": 0.1}
