@@ -29,7 +29,10 @@ TEST(Division, BitEqualToIeeeDivision) {
       ++compared;
       ASSERT_EQ(bits_of(divisor.divide(x)), bits_of(expected)) << x << " / " << d;
     }
-    EXPECT_EQ(divisor.divide(0.0f), 0.0f);
+    for (const float zero : {0.0f, -0.0f}) {
+      if (d < 0) continue;  // whose zeros' sign is not promised
+      EXPECT_EQ(bits_of(divisor.divide(zero)), bits_of(zero / d)) << zero << " / " << d;
+    }
   }
   EXPECT_GT(compared, 3000000);
 }

@@ -71,6 +71,21 @@ __device__ __forceinline__ void store_matrix_x4(std::uint32_t shared, std::uint3
                : "memory");
 }
 
+/// Copies 16 bytes (both addresses aligned to 16) to shared memory past the first-level cache, of
+/// which the first `bytes` come from global memory and the rest are 0. PTX ISA 9.7.9.25.3.1
+/// cp.async.
+__device__ __forceinline__ void copy_async_16(std::uint32_t shared, const void* global,
+                                              std::uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+/// Waits for all of the thread's copy_async. PTX ISA 9.7.9.25.3.3 cp.async.wait_all.
+__device__ __forceinline__ void copy_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 /// Lets a grid that depends on this one start. PTX ISA 9.7.13.13 griddepcontrol.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

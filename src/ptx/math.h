@@ -19,6 +19,29 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+/// Larger and smaller of two; NaN if either is. PTX ISA 9.7.3.11 max, 9.7.3.12 min.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+/// The larger of a and |b|; NaN if either is. PTX ISA 9.7.3.11 max.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+  float y;
+  asm("{\n.reg .f32 magnitude;\n"
+      "abs.f32 magnitude, %2;\n"
+      "max.NaN.f32 %0, %1, magnitude;\n}\n"
+      : "=f"(y)
+      : "f"(a), "f"(b));
+  return y;
+}
+
 /// Four floats to E4M3, nearest even, saturating, NaN to 0x7F; a lies in byte 0.
 /// PTX ISA 9.7.9.21 cvt.
 __device__ __forceinline__ std::uint32_t to_e4m3x4(float a, float b, float c, float d) {

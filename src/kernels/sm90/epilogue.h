@@ -95,17 +95,28 @@ __device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std:
   __syncwarp();
   const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and
                        out.token_stride % 8 == 0 and out.head_stride % 8 == 0;
+  // A lane has one piece of every kRowsAtOnce-th row.
+  constexpr int kRowsAtOnce = 32 / kPieces;
+  const int piece = lane % kPieces;
+  const int first_row = lane / kPieces;
+  const int rows = end - first - first_row;  // of the lane's own and those behind it
+  const std::int64_t step = kRowsAtOnce * out.token_stride;
+  std::uint16_t* to = out.row(token + first + first_row, head) + 8 * piece;
+  const auto piece_of = [&](int row) {
+    return reinterpret_cast<const char*>(staging) + offset_of(first_row + row, piece);
+  };
+  if (aligned) {
+#pragma unroll
+    for (int row = 0; row < 16; row += kRowsAtOnce, to += step) {
+      if (row < rows) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(piece_of(row));
+      }
+    }
+  } else {
 #pragma unroll 1
-  for (int i = lane; i < 16 * kPieces; i += 32) {
-    const int row = i / kPieces;
-    const int piece = i % kPieces;
-    if (first + row >= end) continue;
-    const char* from = reinterpret_cast<const char*>(staging) + offset_of(row, piece);
-    std::uint16_t* to = out.row(token + first + row, head) + 8 * piece;
-    if (aligned) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else {
-      for (int e = 0; e < 8; ++e) to[e] = reinterpret_cast<const std::uint16_t*>(from)[e];
+    for (int row = 0; row < min(rows, 16); row += kRowsAtOnce, to += step) {
+      const auto* const from = reinterpret_cast<const std::uint16_t*>(piece_of(row));
+      for (int e = 0; e < 8; ++e) to[e] = from[e];
     }
   }
   __syncwarp();

@@ -10,18 +10,18 @@
 
 namespace mxattn::kernels::sm90 {
 
-/// Instances that are built: one for each recipe and head dimension (forward/instances/).
-/// `num_ctas`: one a multiprocessor.
+/// The items are Config::kRows queries. Instances: forward/instances/. `num_ctas`: one a
+/// multiprocessor.
 template <class Config>
 void launch_forward(const ForwardParams& params, int num_ctas, cudaStream_t stream);
 
 /// dK and dV; the items are tiles of 128 keys. Instances: backward_dkv/instances/.
 /// params.sums: sum_bytes_per_cta() for each CTA.
-template <class Config = DkvConfig<128, DsScale::kNorm>>
+template <class Config>
 void launch_backward_dkv(const BackwardParams& params, int num_ctas, cudaStream_t stream);
 
 /// dQ; the items are 128 queries. Instances: backward_dq/instances/.
-template <class Config = DqConfig<128, true, DsScale::kNorm>>
+template <class Config>
 void launch_backward_dq(const BackwardParams& params, int num_ctas, cudaStream_t stream);
 
 inline constexpr std::int64_t kSumBytesPerCta = sum_bytes_per_cta(128);  // of any instance

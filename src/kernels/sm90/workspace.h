@@ -29,7 +29,7 @@ class Carver {
   std::int64_t bytes_ = 0;
 };
 
-/// What the builder of a pass's list is told. All passes work in items of 128 positions.
+/// What the builder of a pass's list is told.
 plan::cuda::BuildSpec list_spec(const DeviceProblem& problem, plan::Pass pass);
 
 /// Takes the memory of a list.
@@ -39,8 +39,11 @@ DeviceLists carve_lists(Carver& carver, const DeviceProblem& problem);
 /// What building any of the lists needs besides.
 std::int64_t list_scratch_bytes(const DeviceProblem& problem);
 
+/// What the quantiser of Q, K and V needs cleared.
+std::int64_t look_back_words(const DeviceProblem& problem);
+
 struct QuantizeWorkspace {
-  std::uint32_t* look_back;  // cuda::quantize_scratch_words() of the largest operand
+  std::uint32_t* look_back;  // look_back_words()
 
   QuantizeWorkspace(Carver& carver, const DeviceProblem& problem);
 };

@@ -1,208 +1,248 @@
 // Preparation of the backward: g = dO / L to codes, its norms and those of O, and D.
-#include "base/cuda_check.h"
+//
+// As in quantize.cu CTAs stay, and the rows of their next tile are on their way while they work.
+#include <algorithm>
+
 #include "base/division.h"
+#include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
 
 namespace mxattn::cuda {
 namespace {
 
-/// Rows of O as BF16, 16-byte units permuted so that reading down the slots spreads over the banks.
+constexpr int kCtas = 4;  // on a multiprocessor
+
+/// Rows of O as BF16, 16-byte units of odd rows moved so that two rows spread over the banks.
+template <class L>
 struct OutputTile {
-  alignas(16) std::uint16_t elements[kTileSlots * kDim];
+  uint4 units[L::kSlots * L::kDim / 8];
 
-  __device__ __forceinline__ uint4* unit(int slot, int index) {
-    return reinterpret_cast<uint4*>(elements + slot * kDim) + (index ^ (slot & 15));
+  __device__ __forceinline__ uint4* at(int slot, int unit) {
+    return units + slot * (L::kDim / 8) + (unit ^ (slot & 1) << 2);
   }
 };
 
+template <class L>
 struct Shared {
-  CodeTile codes;
-  OutputTile out;
-  std::int8_t exponents[kTileSlots];
-  std::int32_t token[kTileSlots];  // from the packed tensors' start, -1 in gaps
+  RowBuffer<L> rows;  // of dO
+  OutputTile<L> out;
+  CodeTile<L> codes;
+  Span spans[kWarps];  // where a warp stands, for itself
+  Rows next[kWarps];
 };
 
-/// Copies the group's rows of O to shared memory.
-__device__ __forceinline__ void stage_output(const TensorView<const std::uint16_t>& out, int head,
-                                             const Group& group, int group_slot, OutputTile& tile) {
-  const int lane = threadIdx.x % 32;
-  const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and
-                       out.token_stride % 8 == 0 and out.head_stride % 8 == 0;
-  for (int i = lane; i < kWarpSlots * kDim / 8; i += 32) {
-    const int row = i / (kDim / 8);
-    const int unit = i % (kDim / 8);
-    union {
-      uint4 word;
-      std::uint16_t elements[8];
-    } raw;
-    raw.word = uint4{0, 0, 0, 0};
-    if (row < group.rows) {
-      const std::uint16_t* from = out.row(group.token + row, head) + unit * 8;
-      if (aligned) {
-        raw.word = __ldg(reinterpret_cast<const uint4*>(from));
-      } else {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) raw.elements[c] = from[c];
-      }
-    }
-    *tile.unit(group_slot + row, unit) = raw.word;
-  }
-}
-
-/// x / divisor, IEEE division. A divisor is a row sum L > 1/2, or NaN.
-__device__ __forceinline__ void divide(float (&x)[kLaneChannels], float divisor) {
+/// x / divisor, IEEE division. A divisor is a row sum L, between 1/2 and the number of tokens, or
+/// NaN. Inf may become NaN: either gives the row exponent 127 and codes 0.
+template <int kCount>
+__device__ __forceinline__ void divide(float (&x)[kCount], float divisor) {
+  const Divisor by(divisor);
   float largest = 0;
 #pragma unroll
-  for (int c = 0; c < kLaneChannels; ++c) largest = fmaxf(largest, fabsf(x[c]));
-  // Gradients that Divisor cannot take are rarer than rare; NaN goes either way.
-  if (largest < pow2(Divisor::kLimit - 1) and divisor < pow2(Divisor::kLimit)) {
-    const Divisor by(divisor);
+  for (int c = 0; c < kCount; ++c) largest = ptx::max_magnitude(largest, x[c]);
+  if (largest < pow2(Divisor::kLimit - 1)) {
 #pragma unroll
-    for (int c = 0; c < kLaneChannels; ++c) x[c] = by.divide(x[c]);
+    for (int c = 0; c < kCount; ++c) x[c] = by.divide(x[c]);
   } else {
+    // Values from 1 on are brought into Divisor's range, exactly; rarer than rare.
+    constexpr int kShift = 70;
 #pragma unroll
-    for (int c = 0; c < kLaneChannels; ++c) x[c] = div_rn(x[c], divisor);
+    for (int c = 0; c < kCount; ++c) {
+      const bool large = fabsf(x[c]) >= 1;
+      const float q = by.divide(mul_rn(x[c], large ? pow2(-kShift) : 1.0f));
+      x[c] = mul_rn(q, large ? pow2(kShift) : 1.0f);
+    }
   }
 }
 
-/// body(channel, value) for a row of O, channels ascending.
-template <class Body>
-__device__ __forceinline__ void for_each_output(OutputTile& tile, int slot, Body body) {
-#pragma unroll 1
-  for (int u = 0; u < kDim / 8; ++u) {
-    const uint4 unit = *tile.unit(slot, u);
-    const std::uint32_t words[4] = {unit.x, unit.y, unit.z, unit.w};
+/// Of a unit of O, channels q and q + 4, q the lane's place in its row.
+__device__ __forceinline__ void chain_outputs(const uint4& unit, float& low, float& high) {
+  const std::uint32_t q = threadIdx.x % kRowLanes;
+  const std::uint32_t selector = (2 * q + 1) << 12 | (2 * q) << 8;  // to the upper half
+  low = __uint_as_float(ptx::permute_bytes(unit.x, unit.y, selector) & 0xFFFF0000u);
+  high = __uint_as_float(ptx::permute_bytes(unit.z, unit.w, selector) & 0xFFFF0000u);
+}
+
+/// What is summed over the channels of a row; lanes of the row agree.
+struct RowSums {
+  float squares;      // of the codes
+  float delta;        // of restored codes times O
+  float largest;      // magnitude of O; NaN if O holds one
+  std::uint32_t any;  // not 0 if a code is not 0
+};
+
+template <class L>
+__device__ __forceinline__ RowSums sum_row(Shared<L>& shared, int slot, int exponent) {
+  Chain squares, delta;
+  RowSums sums{0, 0, 0, 0};
+  const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
+#pragma unroll 2
+  for (int c = 0; c < L::kDim; c += 16) {
+    const uint4 codes = *reinterpret_cast<const uint4*>(shared.codes.at(slot, c));
+    sums.any |= (codes.x | codes.y | codes.z | codes.w) & 0x7F7F7F7Fu;
+    float g[4], o[4];
+    chain_codes(codes, g);
+    chain_outputs(*shared.out.at(slot, c / 8), o[0], o[1]);
+    chain_outputs(*shared.out.at(slot, c / 8 + 1), o[2], o[3]);
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      body(8 * u + 2 * w, __uint_as_float(words[w] << 16));
-      body(8 * u + 2 * w + 1, __uint_as_float(words[w] & 0xFFFF0000u));
+    for (int i = 0; i < 4; ++i) {
+      squares.add(g[i], g[i]);
+      delta.add(mul_rn(g[i], restore), o[i]);
+      sums.largest = ptx::max_magnitude(sums.largest, o[i]);
     }
   }
+  sums.squares = squares.total();
+  sums.delta = delta.total();
+#pragma unroll
+  for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, sums.largest, lanes);
+    sums.largest = ptx::max_magnitude(sums.largest, other);
+  }
+  return sums;
 }
 
 /// Norm exponent of a row of O: of the row times the power of two that brings its largest magnitude
 /// into [1, 2), that power added afterwards.
-__device__ __forceinline__ int output_norm(OutputTile& tile, int slot) {
-  std::uint32_t largest = 0;
-  for_each_output(tile, slot,
-                  [&](int, float v) { largest = max(largest, __float_as_uint(v) & 0x7FFFFFFFu); });
-  const float magnitude = __uint_as_float(largest);
-  if (not(magnitude < kInfinity)) return stages::kNanExponent;
-  if (largest == 0) return stages::kNormExponentMin;
-  const int exponent = mxattn::detail::normalise(magnitude).exponent;
+template <class L>
+__device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, float largest) {
+  const int exponent = mxattn::detail::normalise(largest).exponent;
   // Beyond the powers of two that FP32 holds as normal numbers in two steps.
   const int first = clamp_int(-exponent, stages::kFactorExponentMin, stages::kFactorExponentMax);
   const float factor = pow2(first);
-  const float second = pow2(-exponent - first);
-  Chains squares;
-  for_each_output(tile, slot, [&](int c, float v) {
-    const float x = mul_rn(mul_rn(v, factor), second);
-    squares.add(c, x, x);
-  });
-  return stages::norm_exponent(squares.total(), exponent);
+  const float second =
+      pow2(clamp_int(-exponent - first, stages::kFactorExponentMin, stages::kFactorExponentMax));
+  Chain squares;
+#pragma unroll 4
+  for (int unit = 0; unit < L::kDim / 8; ++unit) {
+    float o[2];
+    chain_outputs(*tile.at(slot, unit), o[0], o[1]);
+#pragma unroll
+    for (const float v : o) {
+      const float x = mul_rn(mul_rn(v, factor), second);
+      squares.add(x, x);
+    }
+  }
+  const float sum = squares.total();  // by all lanes
+  if (not(largest < kInfinity)) return stages::kNanExponent;
+  if (largest == 0) return stages::kNormExponentMin;
+  return stages::norm_exponent(sum, exponent);
 }
 
-__global__ void __launch_bounds__(kThreads, 2)
-    gradient_kernel(const GradientArgs args, ExponentRule rule, std::int64_t total_q) {
-  extern __shared__ std::uint8_t raw[];
-  Shared& shared = *reinterpret_cast<Shared*>(raw);
-  const int head = blockIdx.y;
-  const std::int64_t first_slot = std::int64_t{blockIdx.x} * kTileSlots;
-  const int slots = static_cast<int>(min(std::int64_t{kTileSlots}, args.g.slots - first_slot));
+template <class L>
+__global__ void __launch_bounds__(kThreads, kCtas)
+    gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, int items) {
+  __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const std::int64_t row = std::int64_t{head} * args.g.slots + first_slot;
-
-  if (warp * kWarpSlots < slots) {
-    const Group group =
-        find_group(args.cu_seqlens, args.num_documents, first_slot + warp * kWarpSlots);
-    LaneRows values;
-    int exponents[kPasses];
-    load_rows(args.dout, head, group, values);
-    stage_output(args.out, head, group, warp * kWarpSlots, shared.out);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = pass * kRowsAtOnce + lane / 8;
-      const bool token = r < group.rows;
-      const std::int64_t stat = head * total_q + group.token + r;
-      // A row that sees no key is a zero token, whatever its dO holds.
-      const bool seeing = token and args.lse[stat] != -kInfinity;
-      const float sum = seeing ? args.row_sum[stat] : 1.0f;
-      divide(values[pass], sum);
-#pragma unroll
-      for (int c = 0; c < kLaneChannels; ++c) values[pass][c] = seeing ? values[pass][c] : 0.0f;
+  const int slot = warp * L::kWarpSlots;  // of the tile
+  const int heads = args.g.heads;
+  const int slots = static_cast<int>(args.g.slots);
+  // Rows of the warp's slots in an item: tiles of all heads advance together.
+  const auto find = [&](int item, Span span) {
+    const int at = item / heads * L::kSlots + slot;
+    find_span(args.cu_seqlens, args.num_documents, at, span);
+    Rows rows = rows_of(span, at, L::kWarpSlots);
+    if (at >= slots) rows.count = 0;  // slots are a multiple of 16
+    __syncwarp();
+    if (lane == 0) {
+      shared.spans[warp] = span;
+      shared.next[warp] = rows;
     }
-    token_exponents(rule, values, exponents);
-    encode_rows(values, exponents, warp * kWarpSlots, args.g.codes + row * kDim, shared.codes);
+    __syncwarp();
+  };
+  const auto fetch_gradients = [&](int item) {
+    shared.rows.fetch(args.dout, item % heads, shared.next[warp]);
+  };
+  const auto fetch_outputs = [&](int item) {
+    fetch_rows<L>(args.out, item % heads, shared.next[warp], [&](int pass, int u) {
+      return shared.out.at(slot + lane_row(pass), first_channel<L>(u) / 8);
+    });
+  };
+
+  int item = blockIdx.x;
+  find(item, Span{});
+  fetch_gradients(item);
+  fetch_outputs(item);
+  while (true) {
+    const int next = item + static_cast<int>(gridDim.x);
+
+    // A row that sees no key is a zero token, whatever its dO holds: no row sum is 0.
+    float divisors[L::kPasses];
+    const Rows rows = shared.next[warp];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = pass * kRowsAtOnce + lane / 8;
-      if (lane % 8 == 0) {
-        const int slot = warp * kWarpSlots + r;
-        shared.exponents[slot] = static_cast<std::int8_t>(exponents[pass]);
-        const bool seeing =
-            r < group.rows and args.lse[head * total_q + group.token + r] != -kInfinity;
-        shared.token[slot] = seeing ? static_cast<std::int32_t>(group.token + r) : -1;
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      divisors[pass] = 0;
+      if (lane_row(pass) < rows.count) {
+        const std::int64_t stat = item % heads * args.dout.tokens + rows.token + lane_row(pass);
+        const float sum = args.row_sum[stat];
+        if (args.lse[stat] != -kInfinity) divisors[pass] = sum;
       }
     }
-  }
-  __syncthreads();
-
-  // One thread a row: sums over channels have one fixed order.
-  const int slot = threadIdx.x;
-  if (slot < slots) {
-    const int exponent = shared.exponents[slot];
-    args.g.exponents[row + slot] = static_cast<std::int8_t>(exponent);
-    Chains squares, delta;
-    std::uint32_t any = 0;
-    const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
-    // Codes and O walk the channels together.
-#pragma unroll 1
-    for (int u = 0; u < kDim / 16; ++u) {
-      const uint4 codes = *reinterpret_cast<const uint4*>(shared.codes.unit(slot, u));
-      const uint4 outs[2] = {*shared.out.unit(slot, 2 * u), *shared.out.unit(slot, 2 * u + 1)};
-      const std::uint32_t code_words[4] = {codes.x, codes.y, codes.z, codes.w};
-      const std::uint32_t out_words[8] = {outs[0].x, outs[0].y, outs[0].z, outs[0].w,
-                                          outs[1].x, outs[1].y, outs[1].z, outs[1].w};
-      any |= (codes.x | codes.y | codes.z | codes.w) & 0x7F7F7F7Fu;
+    if (next < items) find(next, shared.spans[warp]);
+    LaneRows<L> values;
+    int exponents[L::kPasses];
+    take_rows<L>(shared.rows, values);
+    __syncwarp();  // the lanes' parts of O are there
 #pragma unroll
-      for (int pair = 0; pair < 8; ++pair) {
-        float low, high;
-        ptx::from_e4m3x2(static_cast<std::uint16_t>(code_words[pair / 2] >> (16 * (pair % 2))), low,
-                         high);
-        const int c = 16 * u + 2 * pair;
-        squares.add(c, low, low);
-        squares.add(c + 1, high, high);
-        delta.add(c, mul_rn(low, restore), __uint_as_float(out_words[pair] << 16));
-        delta.add(c + 1, mul_rn(high, restore), __uint_as_float(out_words[pair] & 0xFFFF0000u));
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      if (divisors[pass] != 0) {
+        divide(values[pass], divisors[pass]);
+      } else {
+#pragma unroll
+        for (float& value : values[pass]) value = 0;
       }
     }
-    const bool seeing = shared.token[slot] >= 0;
-    args.g.norms[row + slot] =
-        static_cast<std::int8_t>(stages::norm_exponent(squares.total(), exponent));
-    const float d = delta.total();
-    args.delta[row + slot] = not seeing ? 0.0f : (is_nan(d) ? kNan : d);
-    args.output_norms[row + slot] =
-        static_cast<std::int8_t>(seeing ? output_norm(shared.out, slot) : stages::kNormExponentMin);
-    args.live[row + slot] = any != 0;
-  }
-  if (args.transposed != nullptr) {
-    store_transposed(shared.codes,
-                     args.transposed + std::int64_t{head} * kDim * args.g.slots + first_slot,
-                     args.g.slots, slots);
+    token_exponents<L>(rule, values, 1.0f, exponents);
+    __syncthreads();  // the codes of the tile before have been read
+    const int first_slot = item / heads * L::kSlots;
+    const std::int64_t head_slots = std::int64_t{item % heads} * slots;
+    const bool present = first_slot + slot < slots;
+    encode_rows<L>(values, exponents, 1.0f, slot,
+                   present ? args.g.codes + (head_slots + first_slot) * L::kDim : nullptr,
+                   shared.codes);
+    if (next < items) fetch_gradients(next);
+    __syncwarp();
+
+    const std::int64_t row = head_slots + first_slot + slot;
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      const int at = slot + lane_row(pass);
+      const RowSums sums = sum_row<L>(shared, at, exponents[pass]);
+      const int norm = output_norm<L>(shared.out, at, sums.largest);
+      if (not present or lane % kRowLanes != 0) continue;
+      const bool sees = divisors[pass] != 0;
+      const std::int64_t to = row + lane_row(pass);
+      args.g.exponents[to] = static_cast<std::int8_t>(exponents[pass]);
+      args.g.norms[to] =
+          static_cast<std::int8_t>(exponents[pass] == stages::kNanExponent
+                                       ? stages::kNanExponent
+                                       : stages::norm_exponent(sums.squares, exponents[pass]));
+      args.delta[to] = not sees ? 0.0f : (is_nan(sums.delta) ? kNan : sums.delta);
+      args.output_norms[to] = static_cast<std::int8_t>(sees ? norm : stages::kNormExponentMin);
+      args.live[to] = sums.any != 0;
+    }
+    __syncwarp();  // the rows of O have been read
+    if (next < items) fetch_outputs(next);
+    if (args.transposed != nullptr) {
+      __syncthreads();
+      store_transposed<L>(shared.codes, args.transposed + head_slots * L::kDim + first_slot, slots,
+                          slots - first_slot);
+    }
+    if (next >= items) return;
+    item = next;
   }
 }
 
 }  // namespace
 
 void prepare_gradient(const Recipe& recipe, const GradientArgs& args, cudaStream_t stream) {
-  const int tiles = static_cast<int>((args.g.slots + kTileSlots - 1) / kTileSlots);
-  MXATTN_CUDA_CHECK(cudaFuncSetAttribute(
-      gradient_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
-  gradient_kernel<<<dim3(tiles, args.g.heads), kThreads, sizeof(Shared), stream>>>(
-      args, recipe.exponent_rule, args.dout.tokens);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+  with_layout(args.g.dim, [&]<class L>(L) {
+    const int items = L::tiles(args.g.slots) * args.g.heads;
+    if (items == 0) return;
+    const int ctas = std::min(items, kCtas * multiprocessors());
+    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, items);
+    MXATTN_CUDA_CHECK(cudaGetLastError());
+  });
 }
 
 }  // namespace mxattn::cuda

@@ -1,23 +1,79 @@
-// Q, K, V to codes, exponents, transposed codes and norms, reading the tensor once.
+// Q, K, V to codes, exponents, transposed codes and norms, reading each tensor once.
 //
-// A running exponent needs the maximum of all earlier tokens of the document. CTAs take tiles in
+// An item is a tile of slots of one head. CTAs stay: while one waits for the maxima of earlier
+// tiles, encodes and stores, the rows of its next item are on their way to shared memory.
+//
+// A running exponent needs the maximum of all earlier tokens of the document. CTAs take items in
 // order; each publishes the maximum of what its last document holds in the tile, and looks back
-// over the tiles before it until one knows the maximum from the document's start.
-#include "base/cuda_check.h"
+// over the tiles before it until one knows the maximum from the document's start. A CTA works on
+// its items in order, so the first unfinished one never waits.
+#include <algorithm>
+
+#include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
 
 namespace mxattn::cuda {
 namespace {
 
-// A published word: 0 = nothing yet, else kind and value + kBias.
-inline constexpr std::uint32_t kPartial = 1u << 16;   // maximum of this tile only
-inline constexpr std::uint32_t kComplete = 2u << 16;  // maximum from the document's start
-inline constexpr int kBias = 128;
-inline constexpr int kNothing = -128;  // the maximum of no token
+constexpr int kNothing = -128;  // the maximum of no token
 
-__device__ __forceinline__ std::uint32_t word_of(std::uint32_t kind, int value) {
-  return kind | static_cast<std::uint32_t>(value + kBias);
+/// CTAs on a multiprocessor. The other half of a block takes registers.
+constexpr int ctas_of(ScaleGroup group) { return group == ScaleGroup::kBlock32 ? 3 : 4; }
+
+/// The items of all tensors, one tensor after the other.
+struct Batch {
+  QuantizeArgs tensors[kMaxTensors];
+  int ends[kMaxTensors] = {};              // of each tensor's items
+  std::uint32_t* words[kMaxTensors] = {};  // what tiles publish, (heads, tiles)
+  int tiles[kMaxTensors] = {};             // of a head
+  int items = 0;
+  std::uint32_t* ticket = nullptr;  // the next item
+};
+
+/// Where a warp of an item stands. Tiles of all heads advance together: a tile's predecessor is an
+/// earlier item.
+struct Place {
+  int tensor;
+  int head;
+  int tile;
+  int slot;      // of the warp
+  int document;  // -1: no slots
+  Span span;
+  Rows rows;
+};
+
+/// `near` is where the warp stood before.
+template <class L>
+__device__ __forceinline__ Place find_place(const Batch& batch, int item, const Place& near) {
+  int tensor = 0, begin = 0;
+  while (item >= batch.ends[tensor]) begin = batch.ends[tensor++];
+  const QuantizeArgs& args = batch.tensors[tensor];
+  Place place{};
+  place.tensor = tensor;
+  place.tile = (item - begin) / args.out.heads;
+  place.head = (item - begin) % args.out.heads;
+  place.slot = place.tile * L::kSlots + static_cast<int>(threadIdx.x) / 32 * L::kWarpSlots;
+  if (tensor == near.tensor) place.span = near.span;
+  find_span(args.cu_seqlens, args.num_documents, place.slot, place.span);
+  place.rows = rows_of(place.span, place.slot, L::kWarpSlots);
+  place.document = place.span.document;
+  if (place.slot >= args.out.slots) {  // slots are a multiple of 16
+    place.document = -1;
+    place.rows.count = 0;
+  }
+  return place;
+}
+
+// ---- maxima of earlier tiles ------------------------------------------------------------------
+
+// A published word: 0 = nothing yet, else kind and value + kBias.
+constexpr std::uint32_t kPartial = 1u << 16;   // maximum of this tile only
+constexpr std::uint32_t kComplete = 2u << 16;  // maximum from the document's start
+constexpr int kBias = 128;
+
+__device__ __forceinline__ void publish(std::uint32_t* word, std::uint32_t kind, int value) {
+  if (threadIdx.x % 32 == 0) atomicExch(word, kind | static_cast<std::uint32_t>(value + kBias));
 }
 
 /// Maximum of the document's tokens in the tiles before `tile`, of which all but the one where it
@@ -42,188 +98,278 @@ __device__ __forceinline__ int look_back(const volatile std::uint32_t* words, in
   }
 }
 
+// ---- maxima inside a tile ---------------------------------------------------------------------
+
+template <class L>
 struct Shared {
-  CodeTile codes;
-  std::int8_t exponents[kTileSlots];  // of tokens, then of operands; kNothing in gaps
-  int document[kTileSlots / kGroup];
-  bool begins[kTileSlots / kGroup];
-  int ticket;
+  RowBuffer<L> rows;
+  CodeTile<L> codes;
+  int maximum[kWarps];      // of the exponents of a warp's tokens
+  int beyond[kWarps];       // of those that share a block with the warp's and lie in another tile
+  Place places[2][kWarps];  // of this item and the next, by turns; warps see their own
+  int document[kWarps];
+  bool begins;  // a document begins with the tile
+  int before;   // maximum of the first document's tokens in earlier tiles
+  int item[2];  // the same, one further ahead
 };
 
-/// Running exponents of the tile's tokens in place. Warp 0; lane l owns slots 4 l .. 4 l + 3.
-__device__ __forceinline__ void running_maxima(Shared& shared, std::uint32_t* words, int tile) {
+/// Exponents to running maxima of the warp's tokens, in place.
+template <class L>
+__device__ __forceinline__ void run_maxima(int (&exponents)[L::kPasses]) {
   const int lane = threadIdx.x % 32;
-  const int group = lane / 4;
-  const int document = shared.document[group];
-  int value[4];
+  int carried = kNothing;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    value[i] = shared.exponents[4 * lane + i];
-    if (i > 0) value[i] = max(value[i], value[i - 1]);
-  }
-  int inclusive = value[3];
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+    int value = max(exponents[pass], carried);
 #pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xFFFFFFFFu, inclusive, offset);
-    const int other_document = __shfl_up_sync(0xFFFFFFFFu, document, offset);
-    if (lane >= offset and other_document == document) inclusive = max(inclusive, other);
-  }
-  int before = __shfl_up_sync(0xFFFFFFFFu, inclusive, 1);
-  const int before_document = __shfl_up_sync(0xFFFFFFFFu, document, 1);
-  if (lane == 0 or before_document != document) before = kNothing;
-
-  const int first_document = __shfl_sync(0xFFFFFFFFu, document, 0);
-  const int last_document = __shfl_sync(0xFFFFFFFFu, document, 31);
-  const int last_value = __shfl_sync(0xFFFFFFFFu, inclusive, 31);
-  const bool enters = tile > 0 and not shared.begins[0];  // the first document began earlier
-  const bool passes = enters and first_document == last_document;
-  if (lane == 0) {
-    atomicExch(words + tile, word_of(passes ? kPartial : kComplete, last_value));
-  }
-  if (enters) {
-    const int carried = look_back(words, tile);
-    if (passes and lane == 0) {
-      atomicExch(words + tile, word_of(kComplete, max(carried, last_value)));
+    for (int lanes = kRowLanes; lanes < 32; lanes *= 2) {
+      const int other = __shfl_up_sync(0xFFFFFFFFu, value, lanes);
+      if (lane >= lanes) value = max(value, other);
     }
-    if (document == first_document) before = max(before, carried);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const bool token = shared.exponents[4 * lane + i] != kNothing;
-    const int maximum = max(value[i], before);
-    if (token) {
-      shared.exponents[4 * lane + i] = static_cast<std::int8_t>(stages::running_exponent(maximum));
-    }
+    exponents[pass] = value;
+    carried = __shfl_sync(0xFFFFFFFFu, value, 31);
   }
 }
 
-template <bool kRunning>
-__global__ void __launch_bounds__(kThreads, 2)
-    quantize_kernel(const QuantizeArgs args, ExponentRule rule, int tiles) {
-  __shared__ Shared shared;
-  std::uint32_t* const ticket = args.scratch;
-  if (threadIdx.x == 0) shared.ticket = static_cast<int>(atomicAdd(ticket, 1u));
-  __syncthreads();
-  // Tiles of all heads advance together: a tile's predecessor was taken earlier.
-  const int tile = shared.ticket / args.out.heads;
-  const int head = shared.ticket % args.out.heads;
-  const std::int64_t first_slot = std::int64_t{tile} * kTileSlots;
-  const int slots = static_cast<int>(min(std::int64_t{kTileSlots}, args.out.slots - first_slot));
+/// Slots from the warp's to those of the same block of 32 tokens that its own 16 do not hold.
+__device__ __forceinline__ int to_other_half(const Rows& rows) {
+  static_assert(stages::kBlockTokens == 2 * kGroup);
+  return rows.first / kGroup % 2 == 0 ? kGroup : -kGroup;
+}
+
+/// Whether those slots belong to another tile. Documents start at multiples of 16 slots, so blocks
+/// may straddle two tiles.
+template <class L>
+__device__ __forceinline__ bool leaves_tile(const Rows& rows) {
+  const int slot = static_cast<int>(threadIdx.x) / 32 * L::kWarpSlots + to_other_half(rows);
+  return slot < 0 or slot >= L::kSlots;
+}
+
+/// Exponent of the warp's block of 32 tokens.
+template <class L>
+__device__ __forceinline__ int block_maximum(const Shared<L>& shared, const Place& place) {
+  constexpr int kGroupWarps = kGroup / L::kWarpSlots;
+  const int warp = threadIdx.x / 32;
+  const int own = warp / kGroupWarps * kGroupWarps;
+  const bool leaves = leaves_tile<L>(place.rows);
+  const int other = own + to_other_half(place.rows) / L::kWarpSlots;
+  int maximum = kNothing;
+#pragma unroll
+  for (int w = 0; w < kGroupWarps; ++w) {
+    maximum = max(maximum, shared.maximum[own + w]);
+    if (leaves) {
+      maximum = max(maximum, shared.beyond[own + w]);
+    } else if (shared.document[other + w] == place.document) {
+      maximum = max(maximum, shared.maximum[other + w]);
+    }
+  }
+  return maximum;
+}
+
+// ---- kernel -----------------------------------------------------------------------------------
+
+template <class L, ScaleGroup kScaleGroup>
+__global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
+    quantize_kernel(const __grid_constant__ Batch batch, ExponentRule rule) {
+  constexpr bool kRunning = kScaleGroup == ScaleGroup::kRunning;
+  constexpr bool kBlocks = kScaleGroup == ScaleGroup::kBlock32;
+  __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const bool present = warp * kWarpSlots < slots;  // slots are a multiple of 16
-
-  LaneRows values;
-  int exponents[kPasses];
-  Group group;
-  if (present) {
-    group = find_group(args.cu_seqlens, args.num_documents, first_slot + warp * kWarpSlots);
-    load_rows(args.x, head, group, values);
-    if (args.rotate) rotate(values);
-    token_exponents(rule, values, exponents);
-  }
-  constexpr int kWarpsPerGroup = kGroup / kWarpSlots;
-  if (lane == 0 and warp % kWarpsPerGroup == 0) {
-    shared.document[warp / kWarpsPerGroup] = present ? group.document : -1;
-    shared.begins[warp / kWarpsPerGroup] = present and group.begins;
-  }
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = pass * kRowsAtOnce + lane / 8;
-    if (lane % 8 == 0) {
-      shared.exponents[warp * kWarpSlots + row] =
-          static_cast<std::int8_t>(present and row < group.rows ? exponents[pass] : kNothing);
-    }
-  }
-  __syncthreads();
-  if constexpr (kRunning) {
-    if (warp == 0) running_maxima(shared, ticket + 1 + std::int64_t{head} * tiles, tile);
+  const auto find = [&](int turn, const Place& near) {
+    const Place place = find_place<L>(batch, shared.item[turn], near);
+    __syncwarp();
+    if (lane == 0) shared.places[turn][warp] = place;
+    __syncwarp();
+  };
+  const auto fetch = [&](const Place& place) {
+    shared.rows.fetch(batch.tensors[place.tensor].x, place.head, place.rows);
+  };
+  for (int turn = 0; turn < 2; ++turn) {
+    if (threadIdx.x == 0) shared.item[turn] = static_cast<int>(atomicAdd(batch.ticket, 1u));
     __syncthreads();
-  }
-
-  const std::int64_t row = std::int64_t{head} * args.out.slots + first_slot;
-  if (present) {
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int e = shared.exponents[warp * kWarpSlots + pass * kRowsAtOnce + lane / 8];
-      exponents[pass] = e == kNothing ? stages::kTokenExponentMin : e;
-    }
-    encode_rows(values, exponents, warp * kWarpSlots, args.out.codes + row * kDim, shared.codes);
-  }
-  __syncthreads();
-  const int slot = threadIdx.x;
-  if (slot < slots) {
-    const int e = shared.exponents[slot];
-    const int exponent = e == kNothing ? stages::kTokenExponentMin : e;
-    args.out.exponents[row + slot] = static_cast<std::int8_t>(exponent);
-    if (args.out.norms != nullptr) {
-      Chains squares;
-      for_each_code(shared.codes, slot, [&](int c, float v) { squares.add(c, v, v); });
-      args.out.norms[row + slot] =
-          static_cast<std::int8_t>(stages::norm_exponent(squares.total(), exponent));
+    if (turn == 0) {
+      if (shared.item[0] >= batch.items) return;
+      find(0, Place{});
+      fetch(shared.places[0][warp]);
     }
   }
-  if (args.transposed != nullptr) {
-    store_transposed(shared.codes,
-                     args.transposed + std::int64_t{head} * kDim * args.out.slots + first_slot,
-                     args.out.slots, slots);
-  }
-}
 
-/// Maximum of the norms from the start of the token's chunk up to it. One warp a document and head.
-__global__ void running_norms_kernel(const QuantizeArgs args) {
-  const int document = blockIdx.x;
-  const int head = blockIdx.y;
-  const int lane = threadIdx.x % 32;
-  const int begin = args.cu_seqlens[document];
-  const int length = args.cu_seqlens[document + 1] - begin;
-  const std::int64_t slot = head * args.out.slots + document_slot(begin, document);
-  // Chunks are independent: warps of the CTA take them in turn.
-  for (int chunk = threadIdx.x / 32; stages::chunk_begin(chunk) < length;
-       chunk += blockDim.x / 32) {
-    const int end = min(length, stages::chunk_end(chunk));
-    int carried = -128;
-    for (int t = stages::chunk_begin(chunk); t < end; t += 32) {
-      int value = t + lane < end ? args.out.norms[slot + t + lane] : -128;
+  for (int turn = 0;; turn ^= 1) {
+    const Place& place = shared.places[turn][warp];
+    const QuantizeArgs& args = batch.tensors[place.tensor];
+    std::uint32_t ticket = 0;
+    if (threadIdx.x == 0) ticket = atomicAdd(batch.ticket, 1u);
+    const bool more = shared.item[turn ^ 1] < batch.items;
+    if (more) find(turn ^ 1, place);
+
+    // Exponents of tokens, and what of them other warps need.
+    const float scale = args.rotate ? L::kRotationNorm : 1.0f;
+    LaneRows<L> values;
+    int exponents[L::kPasses];
+    const auto mask_gaps = [&](const Rows& rows) {
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int other = __shfl_up_sync(0xFFFFFFFFu, value, offset);
-        if (lane >= offset) value = max(value, other);
+      for (int pass = 0; pass < L::kPasses; ++pass) {
+        if (lane_row(pass) >= rows.count) exponents[pass] = kNothing;
       }
-      value = max(value, carried);
-      if (t + lane < end) args.running_norms[slot + t + lane] = static_cast<std::int8_t>(value);
-      carried = __shfl_sync(0xFFFFFFFFu, value, 31);
+    };
+    const auto warp_maximum = [&] {
+      int maximum = exponents[0];
+#pragma unroll
+      for (int pass = 1; pass < L::kPasses; ++pass) maximum = max(maximum, exponents[pass]);
+      return __reduce_max_sync(0xFFFFFFFFu, maximum);
+    };
+    if constexpr (kBlocks) {
+      int maximum = kNothing;
+      if (place.document >= 0 and leaves_tile<L>(place.rows)) {
+        const int shift = to_other_half(place.rows);
+        const Rows rows = rows_of(place.span, place.slot + shift, L::kWarpSlots);
+        load_rows<L>(args.x, place.head, rows, values);
+        if (args.rotate) rotate<L>(values);
+        token_exponents<L>(rule, values, scale, exponents);
+        mask_gaps(rows);
+        maximum = warp_maximum();
+      }
+      if (lane == 0) shared.beyond[warp] = maximum;
     }
+    take_rows<L>(shared.rows, values);
+    if (args.rotate) rotate<L>(values);
+    token_exponents<L>(rule, values, scale, exponents);
+    mask_gaps(place.rows);
+    if constexpr (kRunning) run_maxima<L>(exponents);
+    const int own_maximum = warp_maximum();
+    const int document = place.document;
+    if (lane == 0) {
+      shared.maximum[warp] = own_maximum;
+      shared.document[warp] = document;
+    }
+    if (threadIdx.x == 0) {
+      shared.begins = place.rows.first == 0;
+      shared.item[turn] = static_cast<int>(ticket);
+    }
+    __syncthreads();
+
+    if (more) fetch(shared.places[turn ^ 1][warp]);
+    int before = kNothing;  // what the exponents of the warp's tokens are at least
+    bool joins = false;     // the warp's document began in an earlier tile
+    if constexpr (kRunning) {
+      const int lane_document = lane < kWarps ? shared.document[lane] : -1;
+      const int lane_maximum = lane < kWarps ? shared.maximum[lane] : kNothing;
+      const bool same = lane_document == document;
+      before = __reduce_max_sync(0xFFFFFFFFu, lane < warp and same ? lane_maximum : kNothing);
+      const bool enters = place.tile > 0 and not shared.begins;
+      joins = enters and document == shared.document[0];
+      if (warp == 0) {
+        std::uint32_t* const words =
+            batch.words[place.tensor] + std::int64_t{place.head} * batch.tiles[place.tensor];
+        const int last_document = shared.document[kWarps - 1];
+        const bool passes = enters and document == last_document;
+        const int last_maximum = __reduce_max_sync(
+            0xFFFFFFFFu, lane_document == last_document ? lane_maximum : kNothing);
+        publish(words + place.tile, passes ? kPartial : kComplete, last_maximum);
+        if (enters) {
+          const int earlier = look_back(words, place.tile);
+          if (passes) publish(words + place.tile, kComplete, max(earlier, last_maximum));
+          if (lane == 0) shared.before = earlier;
+        }
+      }
+    }
+    if constexpr (kBlocks) before = block_maximum<L>(shared, place);
+    __syncthreads();
+    if (joins) before = max(before, shared.before);
+
+      // Exponents of operands, codes, norms.
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      int exponent = exponents[pass];
+      if constexpr (kRunning) exponent = stages::running_exponent(max(exponent, before));
+      if constexpr (kBlocks) exponent = before;
+      const bool token = lane_row(pass) < place.rows.count;
+      exponents[pass] = token ? exponent : stages::kTokenExponentMin;
+    }
+    const std::int64_t head_slots = place.head * args.out.slots;
+    const std::int64_t row = head_slots + place.tile * L::kSlots;
+    const int slot = warp * L::kWarpSlots;  // of the tile
+    if (place.document >= 0) {
+      encode_rows<L>(values, exponents, scale, slot, args.out.codes + row * L::kDim, shared.codes);
+      if (lane % kRowLanes == 0) {
+#pragma unroll
+        for (int pass = 0; pass < L::kPasses; ++pass) {
+          args.out.exponents[row + slot + lane_row(pass)] =
+              static_cast<std::int8_t>(exponents[pass]);
+        }
+      }
+      if (args.out.norms != nullptr) {
+        __syncwarp();
+#pragma unroll
+        for (int pass = 0; pass < L::kPasses; ++pass) {
+          const int at = slot + lane_row(pass);
+          const int norm = code_norm<L>(shared.codes, at, exponents[pass]);
+          if (lane % kRowLanes == 0) args.out.norms[row + at] = static_cast<std::int8_t>(norm);
+        }
+      }
+    }
+    if (args.transposed != nullptr) {
+      __syncthreads();
+      const int slots = static_cast<int>(args.out.slots) - place.tile * L::kSlots;
+      store_transposed<L>(shared.codes,
+                          args.transposed + head_slots * L::kDim + place.tile * L::kSlots,
+                          args.out.slots, slots);
+    }
+    if (not more) return;
   }
 }
 
-int tiles_of(std::int64_t slots) { return static_cast<int>((slots + kTileSlots - 1) / kTileSlots); }
+template <class L>
+void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::uint32_t* scratch,
+            cudaStream_t stream) {
+  Batch batch;
+  batch.ticket = scratch++;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    batch.tensors[i] = tensors[i];
+    batch.tiles[i] = L::tiles(tensors[i].out.slots);
+    batch.words[i] = scratch;
+    scratch += std::int64_t{tensors[i].out.heads} * batch.tiles[i];
+    batch.items += tensors[i].out.heads * batch.tiles[i];
+    batch.ends[i] = batch.items;
+  }
+  if (batch.items == 0) return;
+  const int ctas = std::min(batch.items, ctas_of(recipe.scale_group) * multiprocessors());
+  const auto run = [&](auto* kernel) {
+    kernel<<<ctas, kThreads, 0, stream>>>(batch, recipe.exponent_rule);
+  };
+  switch (recipe.scale_group) {
+    case ScaleGroup::kRunning:
+      run(quantize_kernel<L, ScaleGroup::kRunning>);
+      break;
+    case ScaleGroup::kToken:
+      run(quantize_kernel<L, ScaleGroup::kToken>);
+      break;
+    case ScaleGroup::kBlock32:
+      run(quantize_kernel<L, ScaleGroup::kBlock32>);
+      break;
+    case ScaleGroup::kNone:
+    case ScaleGroup::kTensor:
+      MXATTN_CHECK(false, "no exponents for groups of tokens");
+  }
+  MXATTN_CUDA_CHECK(cudaGetLastError());
+}
 
 }  // namespace
 
 std::int64_t quantize_scratch_words(int heads, std::int64_t slots) {
-  return 1 + std::int64_t{heads} * tiles_of(slots);
+  return 1 + std::int64_t{heads} * std::max(Layout<64>::tiles(slots), Layout<128>::tiles(slots));
 }
 
-void quantize(const Recipe& recipe, const QuantizeArgs& args, cudaStream_t stream) {
-  const int tiles = tiles_of(args.out.slots);
-  MXATTN_CUDA_CHECK(cudaMemsetAsync(
-      args.scratch, 0,
-      static_cast<std::size_t>(quantize_scratch_words(args.out.heads, args.out.slots)) * 4,
-      stream));
-  const int ctas = tiles * args.out.heads;
-  if (recipe.scale_group == ScaleGroup::kRunning) {
-    quantize_kernel<true><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, tiles);
-  } else {
-    quantize_kernel<false><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, tiles);
+void quantize(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::uint32_t* scratch,
+              cudaStream_t stream) {
+  if (tensors.empty()) return;
+  const int dim = tensors.front().out.dim;
+  MXATTN_CHECK(tensors.size() <= kMaxTensors, tensors.size(), " tensors");
+  for (const QuantizeArgs& tensor : tensors) {
+    MXATTN_CHECK(tensor.out.dim == dim, "tensors of dim ", dim, " and ", tensor.out.dim);
   }
-  MXATTN_CUDA_CHECK(cudaGetLastError());
-  if (args.running_norms != nullptr) make_running_norms(args, stream);
-}
-
-void make_running_norms(const QuantizeArgs& args, cudaStream_t stream) {
-  running_norms_kernel<<<dim3(args.num_documents, args.out.heads), 256, 0, stream>>>(args);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+  with_layout(dim, [&]<class L>(L) { launch<L>(recipe, tensors, scratch, stream); });
 }
 
 }  // namespace mxattn::cuda

@@ -1,12 +1,14 @@
 // BF16 tensors to operands on a device: the codes, exponents and norms of quantize/quantize.h, bit
 // for bit, in one pass over the tensor.
 //
-// Nothing here allocates or waits; everything works inside a captured graph. Head dimension 128.
+// Nothing here allocates or waits; everything works inside a captured graph. Head dimensions 64 and
+// 128; a call's tensors have the same.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <span>
 
 #include "base/view.h"
 #include "quantize/operand.h"
@@ -14,43 +16,68 @@
 
 namespace mxattn::cuda {
 
+inline constexpr int kMaxTensors = 3;  // of one call: Q, K and V
+
 /// What one tensor becomes.
 struct QuantizeArgs {
-  TensorView<const std::uint16_t> x;         // BF16 (total, heads, 128)
+  TensorView<const std::uint16_t> x;         // BF16 (total, heads, d)
   const std::int32_t* cu_seqlens = nullptr;  // device, num_documents + 1
   int num_documents = 0;
   bool rotate = false;
-  Operand out;                           // device; norms may be null
-  std::uint8_t* transposed = nullptr;    // (heads, 128, slots), fragment order; may be null
-  std::int8_t* running_norms = nullptr;  // (heads, slots), with norms; may be null
-  std::uint32_t* scratch = nullptr;      // quantize_scratch_words(), any contents
+  Operand out;                         // device; norms may be null
+  std::uint8_t* transposed = nullptr;  // (heads, d, slots), fragment order; may be null
 };
 
-/// Words of scratch memory that quantize() needs.
+/// Words of scratch memory for each tensor of a call, to be added up.
 std::int64_t quantize_scratch_words(int heads, std::int64_t slots);
 
-/// Q, K or V. ScaleGroup::kRunning and kToken.
-void quantize(const Recipe& recipe, const QuantizeArgs& args, cudaStream_t stream);
+/// Q, K and V, or some of them, in one launch. ScaleGroup::kRunning, kToken and kBlock32. `scratch`
+/// must be zero: the caller clears it together with whatever else must be.
+void quantize(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::uint32_t* scratch,
+              cudaStream_t stream);
 
-/// Only args.running_norms, from the norms of an operand that is there already.
-void make_running_norms(const QuantizeArgs& args, cudaStream_t stream);
+/// Maxima of bytes of tokens over parts of a document's chunks (stages::chunk_begin), each token
+/// its own part: what a scale of dS takes of nV, and of EK where exponents are not monotone.
+struct ChunkMaximaArgs {
+  enum class Part : std::uint8_t {
+    kUpTo,  // the last `window` tokens of the chunk up to the token
+    kFrom,  // from the token to the end of the chunk, or of the document
+  };
+  const std::int8_t* values = nullptr;  // (heads, slots): exponents or norms; 127, NaN, is largest
+  std::int8_t* maxima = nullptr;        // (heads, slots); gap slots may hold anything
+  const std::int32_t* cu_seqlens = nullptr;
+  int num_documents = 0;
+  int heads = 0;
+  std::int64_t slots = 0;
+  Part part = Part::kUpTo;
+  int window = 1 << 30;
+};
 
-/// The copy of an operand's codes that QuantizeArgs::transposed describes, from the codes.
-void transpose_codes(const Operand& operand, std::uint8_t* transposed, cudaStream_t stream);
+/// Up to kMaxTensors tables in one launch.
+void make_chunk_maxima(std::span<const ChunkMaximaArgs> tables, cudaStream_t stream);
 
-/// Restored values of the documents' tokens, (tokens, heads, 128); NaN where the exponent says so.
+/// An operand whose codes are to be copied to (heads, d, slots), as in QuantizeArgs::transposed.
+struct Transposition {
+  Operand operand;
+  std::uint8_t* transposed = nullptr;
+};
+
+/// Up to kMaxTensors operands in one launch, from their codes.
+void transpose_codes(std::span<const Transposition> operands, cudaStream_t stream);
+
+/// Restored values of the documents' tokens, (tokens, heads, d); NaN where the exponent says so.
 void restore(const Operand& operand, const std::int32_t* cu_seqlens, int num_documents,
              bool rotate_back, const TensorView<float>& y, cudaStream_t stream);
 
 /// dO: g = dO / L with its own exponent a token, norms of g and O, and D.
 struct GradientArgs {
-  TensorView<const std::uint16_t> dout, out;  // BF16 (total_q, heads_q, 128)
+  TensorView<const std::uint16_t> dout, out;  // BF16 (total_q, heads_q, d)
   const float* row_sum = nullptr;             // L (heads_q, total_q)
   const float* lse = nullptr;                 // (heads_q, total_q): -inf marks keyless rows
   const std::int32_t* cu_seqlens = nullptr;
   int num_documents = 0;
   Operand g;                            // codes, exponents, norms
-  std::uint8_t* transposed = nullptr;   // of g
+  std::uint8_t* transposed = nullptr;   // of g; may be null
   std::int8_t* output_norms = nullptr;  // (heads_q, q_slots)
   float* delta = nullptr;               // (heads_q, q_slots)
   std::uint8_t* live = nullptr;         // (heads_q, q_slots): 1 if any code of g is not 0

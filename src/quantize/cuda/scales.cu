@@ -1,5 +1,5 @@
 // Scales of the dK/dV pass (stages::ChunkScales) for every query tile, from bytes a token.
-#include "base/cuda_check.h"
+#include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
 
@@ -19,15 +19,17 @@ __device__ __forceinline__ std::int32_t reduce(std::int32_t value) {
 /// Maxima over the tokens of each query tile. One warp for each 16 slots; those at the start of a
 /// tile work.
 __global__ void tile_maxima_kernel(const ScalesArgs args) {
-  const std::int64_t group_index = std::int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
   const int head = blockIdx.y;
   const int lane = threadIdx.x % 32;
-  if (group_index >= args.slots / kGroup) return;
-  const Group group = find_group(args.cu_seqlens, args.num_documents, group_index * kGroup);
-  if (group.first % stages::kQueryTile != 0 or group.rows == 0) return;
-  const int length = args.cu_seqlens[group.document + 1] - args.cu_seqlens[group.document];
-  const int rows = min(stages::kQueryTile, length - group.first);
-  const std::int64_t slot = head * args.slots + group_index * kGroup;
+  const int first_slot =
+      static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kGroup;
+  if (first_slot >= args.slots) return;
+  Span span{};
+  find_span(args.cu_seqlens, args.num_documents, first_slot, span);
+  const Rows tile = rows_of(span, first_slot, stages::kQueryTile);
+  if (tile.first % stages::kQueryTile != 0 or tile.count == 0) return;
+  const int rows = tile.count;
+  const std::int64_t slot = head * args.slots + first_slot;
 
   std::int32_t a = kNoScale, b = kNoScale, c = kNoScale;
   bool live = false;
@@ -66,13 +68,23 @@ __global__ void tile_scales_kernel(const ScalesArgs args) {
   const int begin = args.cu_seqlens[document];
   const int length = args.cu_seqlens[document + 1] - begin;
   const std::int64_t first = (head * args.slots + document_slot(begin, document)) / kGroup;
-  TileScales carried{0, 0, 0, 0};
-  for (int chunk = 0; stages::chunk_begin(chunk) < length; ++chunk) {
+  // The lane's tile of a chunk, or null.
+  const auto entry_of = [&](int chunk) -> TileScales* {
     const int tile = stages::chunk_begin(chunk) / stages::kQueryTile + lane;
     const bool present = tile * stages::kQueryTile < min(length, stages::chunk_end(chunk));
-    TileScales* const entry =
-        args.scales + first + std::int64_t{tile} * (stages::kQueryTile / kGroup);
-    TileScales own = present ? *entry : TileScales{kNoScale, kNoScale, kNoScale, 0};
+    return present ? args.scales + first + std::int64_t{tile} * (stages::kQueryTile / kGroup)
+                   : nullptr;
+  };
+  const auto maxima_of = [&](int chunk) {
+    const TileScales* const entry = entry_of(chunk);
+    return entry != nullptr ? *entry : TileScales{kNoScale, kNoScale, kNoScale, 0};
+  };
+  TileScales carried{0, 0, 0, 0};
+  TileScales ahead = maxima_of(0);
+  for (int chunk = 0; stages::chunk_begin(chunk) < length; ++chunk) {
+    TileScales* const entry = entry_of(chunk);
+    TileScales own = ahead;
+    ahead = maxima_of(chunk + 1);
     const bool live = own.live != 0;
     const std::int32_t a = reduce(live ? own.a : kNoScale);
     const std::int32_t b = reduce(live ? own.b : kNoScale);
@@ -90,7 +102,7 @@ __global__ void tile_scales_kernel(const ScalesArgs args) {
     force.b = __shfl_sync(0xFFFFFFFFu, own.b, source);
     force.c = __shfl_sync(0xFFFFFFFFu, own.c, source);
     if (below == 0) force = carried;
-    if (present) *entry = {force.a, force.b, force.c, live ? 1 : 0};
+    if (entry != nullptr) *entry = {force.a, force.b, force.c, live ? 1 : 0};
     carried.a = __shfl_sync(0xFFFFFFFFu, force.a, 31);
     carried.b = __shfl_sync(0xFFFFFFFFu, force.b, 31);
     carried.c = __shfl_sync(0xFFFFFFFFu, force.c, 31);
@@ -102,6 +114,7 @@ __global__ void tile_scales_kernel(const ScalesArgs args) {
 void make_tile_scales(const ScalesArgs& args, cudaStream_t stream) {
   constexpr int kWarps = 8;
   const int groups = static_cast<int>(args.slots / kGroup);
+  if (groups == 0) return;
   tile_maxima_kernel<<<dim3((groups + kWarps - 1) / kWarps, args.heads), 32 * kWarps, 0, stream>>>(
       args);
   MXATTN_CUDA_CHECK(cudaGetLastError());

@@ -1,15 +1,19 @@
-// Steps that the quantiser of Q, K, V and the preparation of dO share.
+// Steps that the quantisers share: which thread holds what, rotation, codes, sums, transposition.
 //
-// A CTA of 512 threads owns 128 slots of one head. Documents start at multiples of 16 slots and
-// take at least 16, so the 8 slots of a warp belong to one document. Eight lanes share a row, 16
-// channels each; a warp reads four rows at a time.
+// A CTA of 8 warps owns a tile of slots of one head. Documents start at multiples of 16 slots and
+// take at least 16, so the slots of a warp belong to one document. Four lanes share a row: lane q
+// holds the 16-byte units q, q + 4, ... of its BF16 values, so that loads and stores cover whole
+// sectors, and sums chain q of a row afterwards. A warp takes eight rows at a time.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "base/numeric.h"
 #include "base/view.h"
 #include "pack/pack.h"
+#include "ptx/barrier.h"
+#include "ptx/copy.h"
 #include "ptx/math.h"
 #include "recipe/exponents.h"
 #include "recipe/stages.h"
@@ -17,28 +21,56 @@
 
 namespace mxattn::cuda {
 
-inline constexpr int kDim = 128;
-inline constexpr int kTileSlots = 128;
-inline constexpr int kThreads = 512;
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kGroup = stages::kSlotAlignment;  // slots that share a document
-inline constexpr int kWarpSlots = kTileSlots / (kThreads / 32);
-inline constexpr int kLaneChannels = 16;
-inline constexpr int kRowsAtOnce = 4;  // rows of a warp's load
-inline constexpr int kPasses = kWarpSlots / kRowsAtOnce;
-static_assert(kGroup % kWarpSlots == 0);
+inline constexpr int kRowLanes = 4;
+inline constexpr int kRowsAtOnce = 32 / kRowLanes;
 
-/// What the slots of a warp hold.
-struct Group {
-  int document = 0;
-  std::int64_t token = 0;  // of the first slot
-  int first = 0;           // its position in the document
-  int rows = 0;            // slots that hold tokens
-  bool begins = false;     // the document begins here
+/// What follows from the head dimension. A thread holds 32 elements whatever it is.
+template <int kDimension>
+struct Layout {
+  static constexpr int kDim = kDimension;
+  static_assert(kDim == 64 or kDim == 128);
+  static constexpr int kPasses = 128 / kDim;  // a warp's rows over kRowsAtOnce
+  static constexpr int kWarpSlots = kRowsAtOnce * kPasses;
+  static constexpr int kSlots = kWarps * kWarpSlots;
+  static constexpr int kLaneChannels = kDim / kRowLanes;
+  static constexpr int kUnits = kLaneChannels / 8;  // 16-byte units of a lane's part of a row
+  static_assert(kGroup % kWarpSlots == 0);
+  // 1 / sqrt(d), rounded once.
+  static constexpr float kRotationNorm = kDim == 128 ? 0.08838834764831845f : 0.125f;
+
+  static int tiles(std::int64_t slots) { return static_cast<int>((slots + kSlots - 1) / kSlots); }
 };
 
-/// Finds the document of the slots from `slot`: the last one that starts at or before it.
-__device__ __forceinline__ Group find_group(const std::int32_t* cu_seqlens, int num_documents,
-                                            std::int64_t slot) {
+/// First channel of a lane's unit.
+template <class L>
+__device__ __forceinline__ int first_channel(int unit) {
+  return 8 * (kRowLanes * unit + static_cast<int>(threadIdx.x) % kRowLanes);
+}
+
+/// Row of the warp that the lane holds a part of in a pass.
+__device__ __forceinline__ int lane_row(int pass) {
+  return pass * kRowsAtOnce + static_cast<int>(threadIdx.x) % 32 / kRowLanes;
+}
+
+// ---- documents --------------------------------------------------------------------------------
+
+/// A document and the slots from its first up to the next document's.
+struct Span {
+  int document;
+  int begin;   // first token
+  int length;  // tokens
+  int start;   // first slot
+  int end;
+};
+
+/// Makes `span` the document of `slot`: the last one that starts at or before it. The whole warp
+/// searches, unless the span holds the slot already. Span{} holds none.
+__device__ __forceinline__ void find_span(const std::int32_t* cu_seqlens, int num_documents,
+                                          int slot, Span& span) {
+  if (span.start <= slot and slot < span.end) return;
   const int lane = threadIdx.x % 32;
   int low = 0, high = num_documents;  // the document lies in [low, high)
   while (high - low > 1) {
@@ -49,205 +81,312 @@ __device__ __forceinline__ Group find_group(const std::int32_t* cu_seqlens, int 
     low += (count - 1) * stride;
     high = min(high, low + stride);
   }
-  Group group;
-  group.document = low;
-  const std::int32_t begin = cu_seqlens[low];
-  const int length = cu_seqlens[low + 1] - begin;
-  const std::int64_t start = document_slot(begin, low);
-  group.first = static_cast<int>(slot - start);
-  group.token = begin + group.first;
-  group.rows = max(0, min(kWarpSlots, length - group.first));
-  group.begins = group.first == 0;
-  return group;
+  const int begin = cu_seqlens[low];
+  const int next = cu_seqlens[low + 1];
+  span.document = low;
+  span.begin = begin;
+  span.length = next - begin;
+  span.start = static_cast<int>(document_slot(begin, low));
+  span.end = low + 1 < num_documents ? static_cast<int>(document_slot(next, low + 1))
+                                     : std::numeric_limits<int>::max();
 }
 
-/// The channels of a lane in the rows of its four passes.
-using LaneRows = float[kPasses][kLaneChannels];
+/// Consecutive slots of a document: the first one's position in it, its token, and how many of
+/// them hold tokens.
+struct Rows {
+  int first;
+  int token;
+  int count;
+};
 
-/// Loads the group's rows; rows without a token are 0.
-__device__ __forceinline__ void load_rows(const TensorView<const std::uint16_t>& x, int head,
-                                          const Group& group, LaneRows& values) {
-  const int lane = threadIdx.x % 32;
-  const bool aligned = reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 and
-                       x.token_stride % 8 == 0 and x.head_stride % 8 == 0;
+__device__ __forceinline__ Rows rows_of(const Span& span, int slot, int slots) {
+  const int first = slot - span.start;
+  return {first, span.begin + first, max(0, min(slots, span.length - first))};
+}
+
+// ---- rows of BF16 -----------------------------------------------------------------------------
+
+using Bf16View = TensorView<const std::uint16_t>;
+
+/// Whether every row can be read 16 bytes at a time.
+__device__ __forceinline__ bool is_aligned(const Bf16View& x) {
+  return reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 and x.token_stride % 8 == 0 and
+         x.head_stride % 8 == 0;
+}
+
+/// Eight elements from anywhere.
+__device__ __forceinline__ uint4 gather(const std::uint16_t* from) {
+  union {
+    uint4 unit;
+    std::uint16_t elements[8];
+  } raw;
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = pass * kRowsAtOnce + lane / 8;
-    union {
-      uint4 words[2];
-      std::uint16_t elements[kLaneChannels];
-    } raw;
-    raw.words[0] = raw.words[1] = uint4{0, 0, 0, 0};
-    if (row < group.rows) {
-      const std::uint16_t* from = x.row(group.token + row, head) + (lane % 8) * kLaneChannels;
-      if (aligned) {
-        raw.words[0] = __ldg(reinterpret_cast<const uint4*>(from));
-        raw.words[1] = __ldg(reinterpret_cast<const uint4*>(from) + 1);
-      } else {
+  for (int c = 0; c < 8; ++c) raw.elements[c] = from[c];
+  return raw.unit;
+}
+
+/// Begins to copy the lane's units to `place(pass, unit)` in shared memory; rows without a token
+/// become 0.
+template <class L, class Place>
+__device__ __forceinline__ void fetch_rows(const Bf16View& x, int head, const Rows& rows,
+                                           Place place) {
+  const auto row_of = [&](int pass) {
+    const int row = lane_row(pass);
+    return x.row(rows.token + (row < rows.count ? row : 0), head);
+  };
+  if (is_aligned(x)) {
 #pragma unroll
-        for (int c = 0; c < kLaneChannels; ++c) raw.elements[c] = from[c];
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      const std::uint16_t* const from = row_of(pass);
+      const int bytes = lane_row(pass) < rows.count ? 16 : 0;
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) {
+        ptx::copy_async_16(ptx::shared_address(place(pass, u)), from + first_channel<L>(u), bytes);
       }
     }
-    const std::uint32_t* pairs = reinterpret_cast<const std::uint32_t*>(raw.words);
-#pragma unroll
-    for (int c = 0; c < kLaneChannels / 2; ++c) {
-      values[pass][2 * c] = __uint_as_float(pairs[c] << 16);
-      values[pass][2 * c + 1] = __uint_as_float(pairs[c] & 0xFFFF0000u);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < L::kPasses * L::kUnits; ++i) {
+      const int pass = i / L::kUnits, u = i % L::kUnits;
+      *place(pass, u) = lane_row(pass) < rows.count ? gather(row_of(pass) + first_channel<L>(u))
+                                                    : uint4{0, 0, 0, 0};
     }
   }
 }
 
-/// Walsh-Hadamard butterflies of strides 1, 2, ..., 64, then times 1 / sqrt(128).
-__device__ __forceinline__ void rotate(LaneRows& values) {
-  constexpr float kNorm = 0.08838834764831845f;
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    float(&x)[kLaneChannels] = values[pass];
-#pragma unroll
-    for (int stride = 1; stride < kLaneChannels; stride *= 2) {
-#pragma unroll
-      for (int c = 0; c < kLaneChannels; ++c) {
-        if ((c & stride) == 0) {
-          const float low = x[c], high = x[c + stride];
-          x[c] = add_rn(low, high);
-          x[c + stride] = add_rn(low, -high);
-        }
-      }
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < kDim / kLaneChannels; lanes *= 2) {
-      const bool upper = (threadIdx.x & lanes) != 0;
-#pragma unroll
-      for (int c = 0; c < kLaneChannels; ++c) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, x[c], lanes);
-        x[c] = add_rn(upper ? -x[c] : x[c], other);
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < kLaneChannels; ++c) x[c] = mul_rn(x[c], kNorm);
-  }
-}
+/// The rows that a thread waits for, in shared memory, each read by the thread that fetched it.
+template <class L>
+struct RowBuffer {
+  uint4 units[L::kPasses * L::kUnits][kThreads];
 
-/// Exponent of the row of each pass; lanes of a row agree. As integers, magnitudes order like their
-/// values, NaN and Inf last.
-__device__ __forceinline__ void token_exponents(ExponentRule rule, const LaneRows& values,
-                                                int (&exponents)[kPasses]) {
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    std::uint32_t largest = 0;
-#pragma unroll
-    for (int c = 0; c < kLaneChannels; ++c) {
-      largest = max(largest, __float_as_uint(values[pass][c]) & 0x7FFFFFFFu);
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) {
-      largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
-    }
-    exponents[pass] = stages::token_exponent(rule, __uint_as_float(largest));
-  }
-}
-
-/// Codes of a tile in shared memory: (slot, channel), 16-byte units permuted so that reading a
-/// channel down the slots and reading a row both spread over the banks.
-struct CodeTile {
-  alignas(16) std::uint8_t bytes[kTileSlots * kDim];
-
-  __device__ __forceinline__ std::uint8_t* unit(int slot, int index) {
-    return bytes + slot * kDim + ((index ^ slot ^ (slot / kGroup)) & 7) * 16;
+  __device__ __forceinline__ void fetch(const Bf16View& x, int head, const Rows& rows) {
+    fetch_rows<L>(x, head, rows,
+                  [&](int pass, int u) { return &units[pass * L::kUnits + u][threadIdx.x]; });
   }
 };
 
-/// Codes of the group's rows, to global memory and to the tile.
-__device__ __forceinline__ void encode_rows(const LaneRows& values, const int (&exponents)[kPasses],
-                                            int group_slot,
-                                            std::uint8_t* codes /* of the tile's first slot */,
-                                            CodeTile& tile) {
-  const int lane = threadIdx.x % 32;
+/// A lane's values in the rows of its passes: value 8 u + i is channel first_channel(u) + i.
+template <class L>
+using LaneRows = float[L::kPasses][L::kLaneChannels];
+
+__device__ __forceinline__ void unpack(const uint4& unit, float* values) {
+  const std::uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int slot = group_slot + pass * kRowsAtOnce + lane / 8;
-    uint4 packed{0, 0, 0, 0};
-    if (exponents[pass] != stages::kNanExponent) {
-      const float factor = pow2(-exponents[pass]);
-      std::uint32_t words[4];
+  for (int p = 0; p < 4; ++p) {
+    values[2 * p] = __uint_as_float(pairs[p] << 16);
+    values[2 * p + 1] = __uint_as_float(pairs[p] & 0xFFFF0000u);
+  }
+}
+
+/// What RowBuffer::fetch() brought; waits for it.
+template <class L>
+__device__ __forceinline__ void take_rows(const RowBuffer<L>& buffer, LaneRows<L>& values) {
+  ptx::copy_async_wait_all();
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float* x = values[pass] + 4 * w;
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+#pragma unroll
+    for (int u = 0; u < L::kUnits; ++u) {
+      unpack(buffer.units[pass * L::kUnits + u][threadIdx.x], values[pass] + 8 * u);
+    }
+  }
+}
+
+/// Rows straight from global memory.
+template <class L>
+__device__ __forceinline__ void load_rows(const Bf16View& x, int head, const Rows& rows,
+                                          LaneRows<L>& values) {
+  const bool aligned = is_aligned(x);
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+    const int row = lane_row(pass);
+#pragma unroll
+    for (int u = 0; u < L::kUnits; ++u) {
+      uint4 unit{0, 0, 0, 0};
+      if (row < rows.count) {
+        const std::uint16_t* from = x.row(rows.token + row, head) + first_channel<L>(u);
+        unit = aligned ? __ldg(reinterpret_cast<const uint4*>(from)) : gather(from);
+      }
+      unpack(unit, values[pass] + 8 * u);
+    }
+  }
+}
+
+/// Walsh-Hadamard butterflies of strides 1, 2, ..., d / 2, without the factor 1 / sqrt(d).
+template <class L>
+__device__ __forceinline__ void rotate(LaneRows<L>& values) {
+  const auto inside = [&](float(&x)[L::kLaneChannels], int stride) {
+#pragma unroll
+    for (int c = 0; c < L::kLaneChannels; ++c) {
+      if ((c & stride) != 0) continue;
+      const float low = x[c], high = x[c + stride];
+      x[c] = add_rn(low, high);
+      x[c + stride] = add_rn(low, -high);
+    }
+  };
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+    float(&x)[L::kLaneChannels] = values[pass];
+    // Channel bits 0 to 2 count inside a unit, 3 and 4 lanes, the others a lane's units.
+#pragma unroll
+    for (int stride = 1; stride < 8; stride *= 2) inside(x, stride);
+#pragma unroll
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
+      const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+      for (int c = 0; c < L::kLaneChannels; ++c) {
+        // The product is exact: one rounding.
+        x[c] = fma_rn(x[c], sign, __shfl_xor_sync(0xFFFFFFFFu, x[c], lanes));
+      }
+    }
+#pragma unroll
+    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) inside(x, stride);
+  }
+}
+
+/// Exponents of the rows of values times `scale`; lanes of a row agree. Rounding is monotone, so
+/// the largest magnitude alone is multiplied.
+template <class L>
+__device__ __forceinline__ void token_exponents(ExponentRule rule, const LaneRows<L>& values,
+                                                float scale, int (&exponents)[L::kPasses]) {
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+    float largest = 0;
+#pragma unroll
+    for (int c = 0; c < L::kLaneChannels; ++c) {
+      largest = ptx::max_magnitude(largest, values[pass][c]);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
+      largest = ptx::max_magnitude(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
+    }
+    exponents[pass] = stages::token_exponent(rule, mul_rn(largest, scale));
+  }
+}
+
+// ---- codes ------------------------------------------------------------------------------------
+
+/// Codes of a tile in shared memory: (slot, channel), 16-byte units permuted inside 128 bytes so
+/// that lanes writing rows, reading rows and reading channels down the slots spread over the banks.
+template <class L>
+struct CodeTile {
+  alignas(128) std::uint8_t bytes[L::kSlots * L::kDim];
+
+  __device__ __forceinline__ std::uint8_t* at(int slot, int channel) {
+    constexpr int kLineRows = 128 / L::kDim;
+    const int permutation = ((slot % 4 / kLineRows ^ slot / kGroup % 4) << 1) | (slot / 4 % 2);
+    return bytes + ((slot * L::kDim + channel) ^ (permutation * 16));
+  }
+};
+
+/// Codes of values times scale 2^-exponent, for the rows from `slot` of the tile: to the tile, and
+/// to `codes`, the tile's first row in global memory, unless null. Codes of a NaN exponent are 0.
+/// `scale` is applied together with the power of two: a product that differs from that of two
+/// roundings lies below 2^-30, where every code is 0.
+template <class L>
+__device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
+                                            const int (&exponents)[L::kPasses], float scale,
+                                            int slot, std::uint8_t* codes, CodeTile<L>& tile) {
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+    const bool nan = exponents[pass] == stages::kNanExponent;
+    const float factor = mul_rn(scale, pow2(-exponents[pass]));
+    const int row = slot + lane_row(pass);
+#pragma unroll
+    for (int u = 0; u < L::kUnits; ++u) {
+      std::uint32_t words[2];
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        const float* x = values[pass] + 8 * u + 4 * w;
         words[w] = ptx::to_e4m3x4(mul_rn(x[0], factor), mul_rn(x[1], factor), mul_rn(x[2], factor),
                                   mul_rn(x[3], factor));
+        if (nan) words[w] = 0;
       }
-      packed = {words[0], words[1], words[2], words[3]};
+      const uint2 packed{words[0], words[1]};
+      const int channel = first_channel<L>(u);
+      if (codes != nullptr) *reinterpret_cast<uint2*>(codes + row * L::kDim + channel) = packed;
+      *reinterpret_cast<uint2*>(tile.at(row, channel)) = packed;
     }
-    *reinterpret_cast<uint4*>(codes + slot * kDim + (lane % 8) * 16) = packed;
-    *reinterpret_cast<uint4*>(tile.unit(slot, lane % 8)) = packed;
   }
 }
 
 /// Transposes the tile: (channel, slot), each 16 slots in the order pi of tile/swizzle.h.
 /// `transposed` is the first channel's row at the tile's first slot. Slots from `slots` on are not
-/// there.
-__device__ __forceinline__ void store_transposed(CodeTile& tile, std::uint8_t* transposed,
+/// there. A thread moves 4 channels of 8 positions.
+template <class L>
+__device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t* transposed,
                                                  std::int64_t stride, int slots) {
+  constexpr int kPositions = 8;
+  constexpr int kBlocks = L::kSlots / kPositions / 8;  // of 8 lanes, side by side in a channel
+  static_assert(kThreads == L::kSlots / kPositions * L::kDim / 4);
+  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int group = lane / 4;
-  if (group * kGroup >= slots) return;
-  for (int quad = (threadIdx.x / 32) * 4 + lane % 4; quad < kDim / 4; quad += kThreads / 8) {
-    std::uint32_t rows[4][4];  // [channel][four positions]
+  const int first = kPositions * (lane % 8 + 8 * (warp % kBlocks));
+  const int channel = 4 * (lane / 8 + 4 * (warp / kBlocks));
+  if (first >= slots) return;
+  std::uint32_t rows[4][2];  // [channel][four positions]
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      std::uint32_t w[4];
+  for (int q = 0; q < 2; ++q) {
+    std::uint32_t w[4];
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const int slot = group * kGroup + tile::pi_order(4 * q + b);
-        w[b] = *reinterpret_cast<const std::uint32_t*>(tile.unit(slot, quad / 4) + quad % 4 * 4);
-      }
-      const std::uint32_t low01 = ptx::permute_bytes(w[0], w[1], 0x5140);
-      const std::uint32_t low23 = ptx::permute_bytes(w[2], w[3], 0x5140);
-      const std::uint32_t high01 = ptx::permute_bytes(w[0], w[1], 0x7362);
-      const std::uint32_t high23 = ptx::permute_bytes(w[2], w[3], 0x7362);
-      rows[0][q] = ptx::permute_bytes(low01, low23, 0x5410);
-      rows[1][q] = ptx::permute_bytes(low01, low23, 0x7632);
-      rows[2][q] = ptx::permute_bytes(high01, high23, 0x5410);
-      rows[3][q] = ptx::permute_bytes(high01, high23, 0x7632);
+    for (int b = 0; b < 4; ++b) {
+      // pi(8 + p) = pi(p) + 4
+      const int slot = first / kGroup * kGroup + tile::pi_order(4 * q + b) + first % kGroup / 2;
+      w[b] = *reinterpret_cast<const std::uint32_t*>(tile.at(slot, channel));
     }
+    const std::uint32_t low01 = ptx::permute_bytes(w[0], w[1], 0x5140);
+    const std::uint32_t low23 = ptx::permute_bytes(w[2], w[3], 0x5140);
+    const std::uint32_t high01 = ptx::permute_bytes(w[0], w[1], 0x7362);
+    const std::uint32_t high23 = ptx::permute_bytes(w[2], w[3], 0x7362);
+    rows[0][q] = ptx::permute_bytes(low01, low23, 0x5410);
+    rows[1][q] = ptx::permute_bytes(low01, low23, 0x7632);
+    rows[2][q] = ptx::permute_bytes(high01, high23, 0x5410);
+    rows[3][q] = ptx::permute_bytes(high01, high23, 0x7632);
+  }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      *reinterpret_cast<uint4*>(transposed + (4 * quad + c) * stride + group * kGroup) = {
-          rows[c][0], rows[c][1], rows[c][2], rows[c][3]};
-    }
+  for (int c = 0; c < 4; ++c) {
+    *reinterpret_cast<uint2*>(transposed + (channel + c) * stride + first) = {rows[c][0],
+                                                                              rows[c][1]};
   }
 }
 
-/// Four FMA chains over channels q, q + 4, ..., then (0 + 1) + (2 + 3).
-struct Chains {
-  float sum[4] = {0, 0, 0, 0};
+// ---- sums over channels -----------------------------------------------------------------------
 
-  __device__ __forceinline__ void add(int channel, float a, float b) {
-    sum[channel % 4] = fma_rn(a, b, sum[channel % 4]);
-  }
+/// One of the four FMA chains of a row: lane q of the row adds channels q, q + 4, ..., ascending.
+struct Chain {
+  float sum = 0;
+
+  __device__ __forceinline__ void add(float a, float b) { sum = fma_rn(a, b, sum); }
+  /// (0 + 1) + (2 + 3): the same in all lanes of the row.
   __device__ __forceinline__ float total() const {
-    return add_rn(add_rn(sum[0], sum[1]), add_rn(sum[2], sum[3]));
+    const float pair = add_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 1));
+    return add_rn(pair, __shfl_xor_sync(0xFFFFFFFFu, pair, 2));
   }
 };
 
-/// body(channel, value) for the codes of a slot, channels ascending.
-template <class Body>
-__device__ __forceinline__ void for_each_code(CodeTile& tile, int slot, Body body) {
+/// Of sixteen codes, those of channels q, q + 4, q + 8 and q + 12, q the lane's place in its row.
+__device__ __forceinline__ void chain_codes(const uint4& codes, float (&values)[4]) {
+  const std::uint32_t q = threadIdx.x % kRowLanes;
+  const std::uint32_t selector = q | (q + 4) << 4;
+  ptx::from_e4m3x2(static_cast<std::uint16_t>(ptx::permute_bytes(codes.x, codes.y, selector)),
+                   values[0], values[1]);
+  ptx::from_e4m3x2(static_cast<std::uint16_t>(ptx::permute_bytes(codes.z, codes.w, selector)),
+                   values[2], values[3]);
+}
+
+/// Norm exponent of the codes of a slot times 2^exponent; lanes of a row agree.
+template <class L>
+__device__ __forceinline__ int code_norm(CodeTile<L>& tile, int slot, int exponent) {
+  Chain squares;
 #pragma unroll
-  for (int u = 0; u < kDim / 16; ++u) {
-    const uint4 unit = *reinterpret_cast<const uint4*>(tile.unit(slot, u));
-    const std::uint32_t words[4] = {unit.x, unit.y, unit.z, unit.w};
+  for (int c = 0; c < L::kDim; c += 16) {
+    float values[4];
+    chain_codes(*reinterpret_cast<const uint4*>(tile.at(slot, c)), values);
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float low, high;
-        ptx::from_e4m3x2(static_cast<std::uint16_t>(words[w] >> (16 * h)), low, high);
-        body(16 * u + 4 * w + 2 * h, low);
-        body(16 * u + 4 * w + 2 * h + 1, high);
-      }
-    }
+    for (const float v : values) squares.add(v, v);
   }
+  const float sum = squares.total();
+  return exponent == stages::kNanExponent ? stages::kNanExponent
+                                          : stages::norm_exponent(sum, exponent);
 }
 
 }  // namespace mxattn::cuda

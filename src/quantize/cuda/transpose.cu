@@ -1,33 +1,73 @@
-// The transposed copy of codes that are there already: what the backward makes of Q and K.
-#include "base/cuda_check.h"
+// Transposed copies of codes that are there already: what the backward makes of Q and K.
+#include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
 
 namespace mxattn::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kThreads)
-    transpose_kernel(const std::uint8_t* codes, std::uint8_t* transposed, std::int64_t total) {
-  __shared__ CodeTile tile;
-  const int head = blockIdx.y;
-  const std::int64_t first_slot = std::int64_t{blockIdx.x} * kTileSlots;
-  const int slots = static_cast<int>(min(std::int64_t{kTileSlots}, total - first_slot));
-  const uint4* from = reinterpret_cast<const uint4*>(codes + (head * total + first_slot) * kDim);
-  constexpr int kUnits = kDim / 16;  // of a row
-  for (int i = threadIdx.x; i < slots * kUnits; i += kThreads) {
-    *reinterpret_cast<uint4*>(tile.unit(i / kUnits, i % kUnits)) = __ldg(from + i);
+/// The tiles of all operands, one operand after the other.
+struct Batch {
+  Transposition operands[kMaxTensors];
+  int ends[kMaxTensors] = {};  // of each operand's tiles
+  int items = 0;
+};
+
+template <class L>
+__global__ void __launch_bounds__(kThreads, 8)
+    transpose_kernel(const __grid_constant__ Batch batch) {
+  __shared__ CodeTile<L> tile;
+  int index = 0, begin = 0;
+  const int item = blockIdx.x;
+  while (item >= batch.ends[index]) begin = batch.ends[index++];
+  const Operand& operand = batch.operands[index].operand;
+  const int head = (item - begin) % operand.heads;
+  const std::int64_t first_slot = (item - begin) / operand.heads * L::kSlots;
+  const int slots = static_cast<int>(min(std::int64_t{L::kSlots}, operand.slots - first_slot));
+
+  constexpr int kUnits = L::kDim / 16;  // of a row
+  constexpr int kThreadUnits = L::kSlots * kUnits / kThreads;
+  const uint4* const from =
+      reinterpret_cast<const uint4*>(operand.codes + (head * operand.slots + first_slot) * L::kDim);
+  uint4 units[kThreadUnits];
+#pragma unroll
+  for (int i = 0; i < kThreadUnits; ++i) {
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    if (at < slots * kUnits) units[i] = __ldg(from + at);
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadUnits; ++i) {
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    if (at < slots * kUnits) {
+      *reinterpret_cast<uint4*>(tile.at(at / kUnits, at % kUnits * 16)) = units[i];
+    }
   }
   __syncthreads();
-  store_transposed(tile, transposed + std::int64_t{head} * kDim * total + first_slot, total, slots);
+  store_transposed<L>(
+      tile, batch.operands[index].transposed + head * operand.slots * L::kDim + first_slot,
+      operand.slots, slots);
 }
 
 }  // namespace
 
-void transpose_codes(const Operand& operand, std::uint8_t* transposed, cudaStream_t stream) {
-  const auto tiles = static_cast<unsigned>((operand.slots + kTileSlots - 1) / kTileSlots);
-  const dim3 grid(tiles, static_cast<unsigned>(operand.heads));
-  transpose_kernel<<<grid, kThreads, 0, stream>>>(operand.codes, transposed, operand.slots);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+void transpose_codes(std::span<const Transposition> operands, cudaStream_t stream) {
+  if (operands.empty()) return;
+  const int dim = operands.front().operand.dim;
+  MXATTN_CHECK(operands.size() <= kMaxTensors, operands.size(), " operands");
+  for (const Transposition& x : operands) {
+    MXATTN_CHECK(x.operand.dim == dim, "operands of dim ", dim, " and ", x.operand.dim);
+  }
+  with_layout(dim, [&]<class L>(L) {
+    Batch batch;
+    for (std::size_t i = 0; i < operands.size(); ++i) {
+      batch.operands[i] = operands[i];
+      batch.items += operands[i].operand.heads * L::tiles(operands[i].operand.slots);
+      batch.ends[i] = batch.items;
+    }
+    if (batch.items == 0) return;
+    transpose_kernel<L><<<static_cast<unsigned>(batch.items), kThreads, 0, stream>>>(batch);
+    MXATTN_CUDA_CHECK(cudaGetLastError());
+  });
 }
 
 }  // namespace mxattn::cuda

@@ -30,7 +30,7 @@ struct DkvConfig {
   static constexpr int kConsumerRegisters = kDim == 64 ? 208 : 240;
   static constexpr int kProducerRegisters = kDim == 64 ? 88 : 24;
 
-  static constexpr tile::Swizzle kRowSwizzle = rows_swizzle(kDim);         // of K, V, Q and G
+  static constexpr tile::Swizzle kRowSwizzle = tile::swizzle_of(kDim);     // of K, V, Q and G
   static constexpr tile::Swizzle kTransposedSwizzle = tile::Swizzle::k64;  // of Q^T and G^T
   static constexpr int kOutputs = kDim / 2;  // registers of dV and of dK
 

@@ -687,9 +687,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const float r_scale =
         total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
     dv_sums().finish(dv, {c_scale, c_scale}, dv_started);
+    dk_sums().finish(dk, {r_scale, r_scale}, dk_started);
+    __syncwarp();  // rows are staged where sums were
     store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
                                   row, work.document.k_len);
-    dk_sums().finish(dk, {r_scale, r_scale}, dk_started);
     finish_rotated(dk, params.softmax_scale, params.rotate);
     store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
                                   row, work.document.k_len);

@@ -28,7 +28,7 @@ struct DqConfig {
   static constexpr int kConsumerRegisters = kDim == 64 ? 232 : 240;
   static constexpr int kProducerRegisters = kDim == 64 ? 40 : 24;
 
-  static constexpr tile::Swizzle kRowSwizzle = rows_swizzle(kDim);          // of Q, G, K and V
+  static constexpr tile::Swizzle kRowSwizzle = tile::swizzle_of(kDim);      // of Q, G, K and V
   static constexpr tile::Swizzle kTransposedSwizzle = tile::Swizzle::k128;  // of K^T
   static constexpr int kOutputs = kDim / 2;                                 // registers of dQ
 

@@ -629,6 +629,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                             keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
     sums().settle(started);
     sums().finish(dq, scale, started);
+    __syncwarp();  // rows are staged where sums were
     finish_rotated(dq, params.softmax_scale, params.rotate);
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
