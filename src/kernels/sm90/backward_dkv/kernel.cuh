@@ -291,23 +291,72 @@ struct StepCodes {
   float largest[2] = {0, 0};
 };
 
-/// Phase of a plain step: factors a and F of the thread's two keys, addends and D' in pairs.
-template <class Config, bool kMasked>
-__device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32],
-                                            const StepPairs& pairs, const float (&a)[2],
-                                            const float (&f)[2], const KeyFacts* keys,
-                                            int first_query, std::uint32_t zero, StepCodes& codes) {
-  // Columns of the step from which each key is seen, counted from the thread's first.
-  Range seen[2];
-  if constexpr (kMasked) {
+/// What the scores and dP of a key are multiplied with, for queries of one EQ.
+struct KeyFactors {
+  float a, f;
+};
+
+__device__ __forceinline__ KeyFactors factors_of(const KeyFacts& key, Exponent eq, Exponent c,
+                                                 Exponent r, float score_scale) {
+  const Exponent ek = Exponent::stored(static_cast<std::int8_t>(key.ek));
+  const Exponent ev = Exponent::stored(static_cast<std::int8_t>(key.ev));
+  return {stages::score_factor(score_scale, eq, ek), stages::dkv_gradient_factor(c, ev, eq, r)};
+}
+
+/// Columns of the step from which each of the thread's keys is seen, counted from the thread's
+/// first.
+struct SeenColumns {
+  Range key[2];
+
+  __device__ __forceinline__ SeenColumns(const KeyFacts* keys, int first_query) {
     const int first = first_query + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      seen[h] = {keys[8 * h].visible.begin - first, keys[8 * h].visible.end - first};
+      key[h] = {keys[8 * h].visible.begin - first, keys[8 * h].visible.end - first};
     }
   }
+};
+
+/// Phase of a pair of 8-query blocks, four queries of the thread: factors(h, e) are those of key h
+/// and query e. seen: null without masks.
+template <class Config, class Factors>
+__device__ __forceinline__ void phase_pair(int pair, const float (&s)[32], float (&dp)[32],
+                                           const float (&addend)[4], const float (&delta)[4],
+                                           const Factors& factors, const SeenColumns* seen,
+                                           StepCodes& codes) {
 #pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {  // of 8-query blocks
+  for (int h = 0; h < 2; ++h) {
+    float t[4], ds[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
+      const KeyFactors by = factors(h, e);
+      t[e] = stages::probability<DeviceOps>(s[i], by.a, addend[e]);
+      ds[e] = stages::dkv_ds<DeviceOps>(t[e], dp[i], by.f, delta[e]);
+      if (seen != nullptr and not sees(seen->key[h], 16 * pair + 8 * (e / 2) + e % 2)) {
+        t[e] = ds[e] = 0.0f;
+      }
+      if constexpr (Config::kRowScale) {
+        dp[i] = ds[e];
+        codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
+      }
+    }
+    codes.p[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]);
+    if constexpr (not Config::kRowScale) {
+      codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+    }
+  }
+}
+
+/// Phase of a plain or masked step: one EQ, addends in FP16 pairs.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32],
+                                            const StepPairs& pairs, const KeyFactors (&factors)[2],
+                                            const KeyFacts* keys, int first_query,
+                                            std::uint32_t zero, StepCodes& codes) {
+  const SeenColumns seen(keys, first_query);
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
     float addend[4], delta[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -322,64 +371,58 @@ __device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32
       ptx::from_fp16x2(addends, addend[2 * n], addend[2 * n + 1]);
       ptx::from_fp16x2(deltas, delta[2 * n], delta[2 * n + 1]);
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float t[4], ds[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
-        t[e] = stages::probability<DeviceOps>(s[i], a[h], addend[e]);
-        ds[e] = stages::dkv_ds<DeviceOps>(t[e], dp[i], f[h], delta[e]);
-        if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) t[e] = ds[e] = 0.0f;
-        if constexpr (Config::kRowScale) {
-          dp[i] = ds[e];
-          codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
-        }
-      }
-      codes.p[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]);
-      if constexpr (not Config::kRowScale) {
-        codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
-      }
-    }
+    phase_pair<Config>(
+        pair, s, dp, addend, delta, [&](int h, int) { return factors[h]; },
+        kMasked ? &seen : nullptr, codes);
   }
 }
 
-/// Phase of any step: factors of every query in the loop, addends in FP32. The same bits as
-/// phase_plain where both apply.
+/// Phase of any step: addends in FP32, factors of every 32 queries, or of every query where these
+/// have not one EQ. The same bits as phase_plain where both apply.
 template <class Config>
 __device__ __forceinline__ void phase_general(const float (&s)[32], float (&dp)[32],
                                               const StepStats& stats, const KeyFacts* keys,
                                               int first_query, float score_scale,
                                               StepCodes& codes) {
+  const SeenColumns seen(keys, first_query);
   const int column = 2 * (threadIdx.x % 4);
   const Exponent c = exponent_of(stats.facts.c);
   const Exponent r = exponent_of(stats.facts.r);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    float t[16], ds[16];
+    const std::int8_t* const eq = stats.eq + 32 * k;
+    const bool uniform = __all_sync(0xFFFFFFFFu, eq[threadIdx.x % 32] == eq[0]);
+    const auto phases = [&](const auto& factors_at) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int i = 16 * k + j;
-      const int h = tile::fragment_half(i);
-      const KeyFacts& key = keys[8 * h];
-      const int query = 8 * (i >> 2) + column + (i & 1);
-      const Exponent eq = Exponent::stored(stats.eq[query]);
-      const Exponent ek = Exponent::stored(static_cast<std::int8_t>(key.ek));
-      const Exponent ev = Exponent::stored(static_cast<std::int8_t>(key.ev));
-      float delta[2];
-      ptx::from_fp16x2(stats.delta_pairs[pair_word(i >> 2, threadIdx.x % 4)], delta[0], delta[1]);
-      const float a = stages::score_factor(score_scale, eq, ek);
-      const float f = stages::dkv_gradient_factor(c, ev, eq, r);
-      t[j] = stages::probability<DeviceOps>(s[i], a, stats.addend[query]);
-      ds[j] = stages::dkv_ds<DeviceOps>(t[j], dp[i], f, delta[i & 1]);
-      if (not sees(key.visible, first_query + query)) t[j] = ds[j] = 0.0f;
-      if constexpr (Config::kRowScale) {
-        dp[i] = ds[j];
-        codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
+      for (int pair = 2 * k; pair < 2 * k + 2; ++pair) {
+        float addend[4], delta[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float2 addends =
+              *reinterpret_cast<const float2*>(stats.addend + 16 * pair + 8 * n + column);
+          addend[2 * n] = addends.x;
+          addend[2 * n + 1] = addends.y;
+          ptx::from_fp16x2(stats.delta_pairs[pair_word(2 * pair + n, column / 2)], delta[2 * n],
+                           delta[2 * n + 1]);
+        }
+        phase_pair<Config>(
+            pair, s, dp, addend, delta,
+            [&](int h, int e) {
+              return factors_at(h, 16 * (pair % 2) + 8 * (e / 2) + column + e % 2);
+            },
+            &seen, codes);
+        __syncwarp();  // one pair's loads at a time: registers are few
       }
+    };
+    const auto factors_of_key = [&](int h, int query) {
+      return factors_of(keys[8 * h], Exponent::stored(eq[query]), c, r, score_scale);
+    };
+    if (uniform) {
+      const KeyFactors factors[2] = {factors_of_key(0, 0), factors_of_key(1, 0)};
+      phases([&](int h, int) { return factors[h]; });
+    } else {
+      phases(factors_of_key);
     }
-    tile::pack_operand(codes.p[k], t);
-    if constexpr (not Config::kRowScale) tile::pack_operand(codes.ds[k], ds);
   }
 }
 
@@ -471,7 +514,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
     int c_now = 0, r_now = 0;
-    float a[2] = {0, 0}, f[2] = {0, 0};
+    KeyFactors factors[2] = {};
 #pragma unroll
     for (int i = 0; i < Config::kOutputs; ++i) dv[i] = dk[i] = 0.0f;
 
@@ -558,10 +601,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         const Exponent eq = Exponent::stored(static_cast<std::int8_t>(facts.eq));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const Exponent ek = Exponent::stored(static_cast<std::int8_t>(keys[8 * h].ek));
-          const Exponent ev = Exponent::stored(static_cast<std::int8_t>(keys[8 * h].ev));
-          a[h] = stages::score_factor(params.score_scale, eq, ek);
-          f[h] = stages::dkv_gradient_factor(c, ev, eq, r);
+          factors[h] = factors_of(keys[8 * h], eq, c, r, params.score_scale);
         }
       }
 
@@ -569,9 +609,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       StepCodes codes;
       const Phase phase = StepFacts::phase(flags, consumer);
       if (phase == Phase::kPlain) {
-        phase_plain<Config, false>(s, dp, pairs, a, f, keys, first_query, params.zero, codes);
+        phase_plain<Config, false>(s, dp, pairs, factors, keys, first_query, params.zero, codes);
       } else if (phase == Phase::kMasked) {
-        phase_plain<Config, true>(s, dp, pairs, a, f, keys, first_query, params.zero, codes);
+        phase_plain<Config, true>(s, dp, pairs, factors, keys, first_query, params.zero, codes);
       } else {
         phase_general<Config>(s, dp, shared.stats[stats_at.stage], keys, first_query,
                               params.score_scale, codes);

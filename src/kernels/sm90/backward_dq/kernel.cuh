@@ -249,22 +249,26 @@ struct TileCodes {
 template <class Config>
 using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
 
-/// Phase of a tile whose keys share EK and EV.
-template <class Config, bool kMasked>
-__device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
-                                              const RowFactors& factors, const RowFacts* rows,
-                                              int first_key, std::uint32_t zero, TileCodes& codes) {
-  // Columns of the tile that each row sees, counted from the thread's first.
-  Range seen[2];
-  if constexpr (kMasked) {
+/// Columns of the tile that each of the thread's rows sees, counted from the thread's first.
+struct SeenColumns {
+  Range row[2];
+
+  __device__ __forceinline__ SeenColumns(const RowFacts* rows, int first_key) {
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      seen[h] = {rows[8 * h].visible.begin - first, rows[8 * h].visible.end - first};
+      row[h] = {rows[8 * h].visible.begin - first, rows[8 * h].visible.end - first};
     }
   }
+};
+
+/// Phase of block k of a tile: 32 keys that share EK and EV. seen: null without masks.
+template <class Config>
+__device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (&dp)[64],
+                                            const RowFactors& factors, const SeenColumns* seen,
+                                            std::uint32_t zero, TileCodes& codes) {
 #pragma unroll
-  for (int pair = 0; pair < 8; ++pair) {  // of 8-key blocks
+  for (int pair = 2 * k; pair < 2 * k + 2; ++pair) {  // of 8-key blocks
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float ds[4];
@@ -281,7 +285,9 @@ __device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[
         const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
         const float p = stages::probability<DeviceOps>(s[i], factors.a[h], addend);
         ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], delta);
-        if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) ds[e] = 0.0f;
+        if (seen != nullptr and not sees(seen->row[h], 16 * pair + 8 * (e / 2) + e % 2)) {
+          ds[e] = 0.0f;
+        }
         if constexpr (Config::kRowScale) {
           dp[i] = ds[e];
           codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
@@ -294,28 +300,54 @@ __device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[
   }
 }
 
-/// Phase of any tile: factors of every key in the loop. The same bits as phase_uniform for a row
-/// whose visible keys share EK and EV.
+/// Phase of a tile whose keys share EK and EV.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
+                                              const RowFactors& factors, const RowFacts* rows,
+                                              int first_key, std::uint32_t zero, TileCodes& codes) {
+  const SeenColumns seen(rows, first_key);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    phase_block<Config>(k, s, dp, factors, kMasked ? &seen : nullptr, zero, codes);
+  }
+}
+
+/// Phase of any tile: factors of every block of 32 keys, or of every key of one that is not
+/// uniform. The same bits as phase_uniform for a row whose visible keys share EK and EV.
 template <class Config>
 __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[64],
                                               const RowFacts* rows, int first_key,
-                                              const std::int8_t* ek, const std::int8_t* ev,
-                                              float score_scale, TileCodes& codes) {
+                                              const std::int8_t* tile_ek,
+                                              const std::int8_t* tile_ev, float score_scale,
+                                              std::uint32_t zero, TileCodes& codes) {
+  const SeenColumns seen(rows, first_key);
+  const int lane = threadIdx.x % 32;
   const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
+    const std::int8_t* const ek = tile_ek + 32 * k;
+    const std::int8_t* const ev = tile_ev + 32 * k;
+    RowFactors factors;
+    if (__all_sync(0xFFFFFFFFu, ek[lane] == ek[0] and ev[lane] == ev[0])) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        set_factors(factors, h, rows[8 * h], Exponent::stored(ek[0]), Exponent::stored(ev[0]),
+                    score_scale);
+      }
+      phase_block<Config>(k, s, dp, factors, &seen, zero, codes);
+      continue;
+    }
     float ds[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const int i = 16 * k + j;
       const int h = tile::fragment_half(i);
-      const int key = 8 * (i >> 2) + column + (i & 1);
-      RowFactors factors;
+      const int key = 8 * (j >> 2) + column + (j & 1);
       set_factors(factors, h, rows[8 * h], Exponent::stored(ek[key]), Exponent::stored(ev[key]),
                   score_scale);
       const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
       ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-      if (not sees(rows[8 * h].visible, first_key + key)) ds[j] = 0.0f;
+      if (not sees(seen.row[h], 8 * (i >> 2) + (i & 1))) ds[j] = 0.0f;
       if constexpr (Config::kRowScale) {
         dp[i] = ds[j];
         codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
@@ -554,7 +586,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       } else {
         const int slot = TileFacts::slot(facts);
         phase_general<Config>(s, dp, rows, first_key, shared.ek[slot], shared.ev[slot],
-                              params.score_scale, codes);
+                              params.score_scale, params.zero, codes);
       }
       float dq_scale[2];  // DsScale::kRow: of the tile's part of dQ
       if constexpr (Config::kRowScale) {
