@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import mxattn_capi
+import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -35,3 +36,26 @@ def test_a_missing_library_is_an_import_error_that_says_what_to_do():
     result = run("import mxattn", MXATTN_LIBRARY="/nowhere/libmxattn.so")
     assert "ImportError: /nowhere/libmxattn.so" in result.stderr
     assert "MXATTN_LIBRARY" in result.stderr
+
+
+def test_integrations_import_no_host():
+    hosts = ("torch", "transformers", "torchtitan", "megatron")
+    code = f"import mxattn.integrations, sys; print([x for x in {hosts} if x in sys.modules])"
+    result = run(code)
+    assert result.stdout.strip() == "[]", result.stderr
+    # That of transformers imports it when a name is registered; the others say what is missing.
+    code = "import mxattn.integrations.transformers, sys; print('transformers' in sys.modules)"
+    assert run(code).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("host", "call"),
+    [
+        ("transformers", "import mxattn.integrations.transformers as x; x.register()"),
+        ("torchtitan", "import mxattn.integrations.torchtitan"),
+        ("megatron", "import mxattn.integrations.megatron"),
+    ],
+)
+def test_a_missing_host_is_an_import_error_that_names_it(host, call):
+    result = run(f"import sys; sys.modules[{host!r}] = None; {call}")
+    assert f"ImportError: mxattn.integrations.{host} needs " in result.stderr

@@ -87,16 +87,38 @@ MXATTN_HOST_DEVICE constexpr std::uint32_t item_cost(const CostModel& model, std
   return static_cast<std::uint32_t>(cost < kMost ? cost : kMost);
 }
 
+/// Heads that are worked on together: groups of `share` heads, one after the other. The last group
+/// has a whole share more and what is left over: the long items of its second share would else
+/// start when nothing is left to fill the other workers.
+struct HeadGroups {
+  int heads;
+  int share;
+  int count;
+
+  /// heads_per_group = 0: one group of all.
+  MXATTN_HOST_DEVICE constexpr HeadGroups(int num_heads, int heads_per_group)
+      : heads(num_heads),
+        share(heads_per_group > 0 and heads_per_group < num_heads ? heads_per_group : num_heads),
+        count(num_heads / share > 2 ? num_heads / share - 1 : 1) {}
+
+  MXATTN_HOST_DEVICE constexpr int of(int head) const {
+    const int group = head / share;
+    return group < count ? group : count - 1;
+  }
+  MXATTN_HOST_DEVICE constexpr int first(int group) const { return group * share; }
+  MXATTN_HOST_DEVICE constexpr int size(int group) const {
+    return group == count - 1 ? heads - first(group) : share;
+  }
+};
+
 /// Whether `a` stands before `b` in a sorted list. A total order, since no two items share
 /// document, head and first:
-///   1. head / heads_per_group ascending (only if heads_per_group > 0),
+///   1. group of heads ascending,
 ///   2. cost descending, 3. document ascending, 4. head ascending, 5. first ascending.
 MXATTN_HOST_DEVICE constexpr bool sorted_before(const WorkItem& a, std::uint32_t cost_a,
                                                 const WorkItem& b, std::uint32_t cost_b,
-                                                int heads_per_group) {
-  if (heads_per_group > 0 and a.head / heads_per_group != b.head / heads_per_group) {
-    return a.head < b.head;
-  }
+                                                const HeadGroups& groups) {
+  if (groups.of(a.head) != groups.of(b.head)) return a.head < b.head;
   if (cost_a != cost_b) return cost_a > cost_b;
   if (a.document != b.document) return a.document < b.document;
   if (a.head != b.head) return a.head < b.head;

@@ -142,8 +142,9 @@ Plan make_plan(const Pack& pack, const Mask& mask, const PlanSpec& spec) {
   if (spec.order == Order::kLongFirst) {
     std::sort(entries.begin(), entries.end(), long_first_before);
   } else if (spec.order != Order::kInput) {
+    const HeadGroups groups(heads_of(spec), spec.heads_per_group);
     std::sort(entries.begin(), entries.end(), [&](const Entry& a, const Entry& b) {
-      return sorted_before(a.item, a.cost, b.item, b.cost, spec.heads_per_group);
+      return sorted_before(a.item, a.cost, b.item, b.cost, groups);
     });
   }
 
@@ -157,14 +158,11 @@ Plan make_plan(const Pack& pack, const Mask& mask, const PlanSpec& spec) {
   return plan;
 }
 
-int heads_per_group_for_l2(const Pack& pack, const PlanSpec& spec, std::int64_t bytes_per_token,
+int heads_per_group_for_l2(const PlanSpec& spec, std::int64_t bytes_per_key_head,
                            std::int64_t l2_bytes) {
   check_spec(spec);
-  std::int64_t tokens = 0;
-  for (const Document& document : pack.documents) tokens += document.k_len;
-  const std::int64_t bytes_per_head = std::max<std::int64_t>(1, tokens * bytes_per_token);
-  const auto key_heads =
-      static_cast<int>(std::clamp<std::int64_t>(l2_bytes / bytes_per_head, 1, spec.heads_k));
+  const std::int64_t fit = l2_bytes / std::max<std::int64_t>(1, bytes_per_key_head);
+  const auto key_heads = static_cast<int>(std::clamp<std::int64_t>(fit, 1, spec.heads_k));
   return spec.pass == Pass::kDkv ? key_heads : key_heads * (spec.heads_q / spec.heads_k);
 }
 

@@ -53,8 +53,8 @@ struct PlanSpec {
   int tile = 256;   // positions of an item: 128, 192 or 256 queries; 64, 128 or 256 keys (kDkv)
   Order order = Order::kSortedDynamic;
   // Heads (of the pass: query heads, or key heads with kDkv) that are worked on together so that
-  // their K and V stay in L2; 0: all. The groups follow one another and each is sorted by itself,
-  // so the 4/3 bound of the sorted dynamic order holds inside a group only.
+  // what they read stays in L2; 0: all (HeadGroups). The groups follow one another and each is
+  // sorted by itself, so the 4/3 bound of the sorted dynamic order holds inside a group only.
   int heads_per_group = 0;
   CostModel cost = {};
   KeyOrder key_order = KeyOrder::kDescending;  // the recipe's: how an item walks its key tiles
@@ -96,9 +96,10 @@ std::int64_t count_items(const Pack& pack, const PlanSpec& spec);
 
 Plan make_plan(const Pack& pack, const Mask& mask, const PlanSpec& spec);
 
-/// Largest group of heads whose keys and values fit into `l2_bytes`: at least one key head, a whole
-/// number of them, counted in heads of the pass. `bytes_per_token`: of K and V of one key head.
-int heads_per_group_for_l2(const Pack& pack, const PlanSpec& spec, std::int64_t bytes_per_token,
+/// Largest group of heads whose operands fit into `l2_bytes`: at least one key head, a whole number
+/// of them, counted in heads of the pass. `bytes_per_key_head`: what the items of one key head read
+/// over and over, such as K and V.
+int heads_per_group_for_l2(const PlanSpec& spec, std::int64_t bytes_per_key_head,
                            std::int64_t l2_bytes);
 
 /// One line of head, then at most `max_items` lines of items: for logs and error reports.

@@ -108,15 +108,6 @@ TEST(Plan, OrdersOfASmallPack) {
   EXPECT_EQ(firsts(Order::kSortedDynamic), sorted);
   EXPECT_EQ(firsts(Order::kSortedRoundRobin), sorted);
   EXPECT_EQ(firsts(Order::kSerpentine), sorted);
-  spec.heads_per_group = 1;
-  EXPECT_EQ(firsts(Order::kSortedDynamic), (List{{0, 1, 256},
-                                                 {0, 1, 512},
-                                                 {0, 0, 0},
-                                                 {0, 1, 0},
-                                                 {1, 1, 256},
-                                                 {1, 1, 512},
-                                                 {1, 0, 0},
-                                                 {1, 1, 0}}));
 }
 
 TEST(Plan, CoversEveryPositionOnce) {
@@ -197,9 +188,9 @@ TEST(Plan, SortedOrderIsTotalAndTheSameWhereverItStarts) {
     std::vector<std::size_t> places(plan.items.size());
     std::iota(places.begin(), places.end(), std::size_t{0});
     std::shuffle(places.begin(), places.end(), std::mt19937(round));
+    const HeadGroups groups(heads_of(spec), spec.heads_per_group);
     const auto before = [&](std::size_t a, std::size_t b) {
-      return sorted_before(plan.items[a], plan.costs[a], plan.items[b], plan.costs[b],
-                           spec.heads_per_group);
+      return sorted_before(plan.items[a], plan.costs[a], plan.items[b], plan.costs[b], groups);
     };
     std::sort(places.begin(), places.end(), before);
     for (std::size_t i = 0; i < places.size(); ++i) {
@@ -217,32 +208,56 @@ TEST(Plan, SortedOrderIsTotalAndTheSameWhereverItStarts) {
 
 TEST(Plan, HeadGroupsFollowOneAnother) {
   PlanSpec spec;
-  spec.heads_q = spec.heads_k = 6;
-  spec.heads_per_group = 4;
+  spec.heads_q = spec.heads_k = 7;
+  spec.heads_per_group = 2;
   const Plan plan = make_plan(pack_of({1000, 300}), Mask{.causal = true}, spec);
+  // Two heads, two heads, and the rest.
+  constexpr int kGroup[] = {0, 0, 1, 1, 1, 1, 1};
+  int changes = 0;
   for (std::size_t i = 1; i < plan.items.size(); ++i) {
-    const int group = plan.items[i].head / 4, last = plan.items[i - 1].head / 4;
-    EXPECT_GE(group, last);
+    const int group = kGroup[plan.items[i].head], last = kGroup[plan.items[i - 1].head];
+    ASSERT_GE(group, last);
+    changes += group != last;
     if (group == last) {
-      EXPECT_GE(plan.costs[i - 1], plan.costs[i]);
+      ASSERT_GE(plan.costs[i - 1], plan.costs[i]);
+    }
+  }
+  EXPECT_EQ(changes, 1);
+}
+
+TEST(Plan, HeadGroupsCoverAllHeads) {
+  for (int heads = 1; heads < 40; ++heads) {
+    for (int share = 0; share < 45; ++share) {
+      const HeadGroups groups(heads, share);
+      int next = 0;
+      for (int group = 0; group < groups.count; ++group) {
+        ASSERT_EQ(groups.first(group), next);
+        ASSERT_GT(groups.size(group), 0);
+        for (const int last = next + groups.size(group); next < last; ++next) {
+          ASSERT_EQ(groups.of(next), group);
+        }
+      }
+      ASSERT_EQ(next, heads);
+      // The last has two shares or is alone.
+      ASSERT_TRUE(groups.count == 1 or groups.size(groups.count - 1) >= 2 * share);
+      ASSERT_TRUE(share > 0 or groups.count == 1);
     }
   }
 }
 
 TEST(Plan, HeadGroupsFitIntoL2) {
-  const Pack pack = pack_of({1000, 1000});
   PlanSpec spec;
   spec.heads_q = 16;
   spec.heads_k = 8;
-  // 2000 keys of 256 bytes are 512,000 bytes a key head.
-  EXPECT_EQ(heads_per_group_for_l2(pack, spec, 256, 3 * 512000), 6);
-  EXPECT_EQ(heads_per_group_for_l2(pack, spec, 256, 3 * 512000 - 1), 4);
-  EXPECT_EQ(heads_per_group_for_l2(pack, spec, 256, 1), 2);
-  EXPECT_EQ(heads_per_group_for_l2(pack, spec, 256, std::int64_t{1} << 40), 16);
+  constexpr std::int64_t kBytes = 512000;
+  EXPECT_EQ(heads_per_group_for_l2(spec, kBytes, 3 * kBytes), 6);
+  EXPECT_EQ(heads_per_group_for_l2(spec, kBytes, 3 * kBytes - 1), 4);
+  EXPECT_EQ(heads_per_group_for_l2(spec, kBytes, 1), 2);
+  EXPECT_EQ(heads_per_group_for_l2(spec, kBytes, std::int64_t{1} << 40), 16);
   spec.pass = Pass::kDkv;
   spec.tile = 128;
-  EXPECT_EQ(heads_per_group_for_l2(pack, spec, 256, 3 * 512000), 3);
-  EXPECT_EQ(heads_per_group_for_l2(pack_of({0}), spec, 256, 0), 1);
+  EXPECT_EQ(heads_per_group_for_l2(spec, kBytes, 3 * kBytes), 3);
+  EXPECT_EQ(heads_per_group_for_l2(spec, 0, 0), 1);
 }
 
 TEST(Plan, RowsWithoutKeysAreItems) {

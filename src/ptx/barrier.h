@@ -31,6 +31,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect(std::uint32_t barrier, st
                : "memory");
 }
 
+/// Announces `bytes` without arriving, so that the phase stays open. PTX ISA 9.7.13.15.10
+/// mbarrier.expect_tx.
+__device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 /// True if the phase of that parity is complete; may suspend the thread for a bounded time.
 /// PTX ISA 9.7.13.15.16 mbarrier.try_wait.
 __device__ __forceinline__ bool mbarrier_try_wait(std::uint32_t barrier, std::uint32_t parity) {

@@ -19,6 +19,18 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+/// Larger and smaller of two; NaN if either is. PTX ISA 9.7.3.11 max, 9.7.3.12 min.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 /// The larger of a and |b|; NaN if either is. PTX ISA 9.7.3.11 max.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
   float y;
@@ -59,6 +71,16 @@ __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uin
   std::uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
   return result;
+}
+
+/// `value`, but not before `earlier` is known. `zero` is 0 and must not be known to the compiler: a
+/// false dependency, which keeps the scheduler from collecting slow instructions in one place.
+__device__ __forceinline__ std::uint32_t after(std::uint32_t value, std::uint32_t earlier,
+                                               std::uint32_t zero) {
+  return value | (earlier & zero);
+}
+__device__ __forceinline__ float after(float value, std::uint32_t earlier, std::uint32_t zero) {
+  return __uint_as_float(after(__float_as_uint(value), earlier, zero));
 }
 
 /// Two floats to FP16, nearest even; `low` lies in the low half. PTX ISA 9.7.9.21 cvt.

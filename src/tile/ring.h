@@ -13,6 +13,11 @@ struct RingPosition {
   int stage = 0;
   std::uint32_t parity = 0;
 
+  /// Where a role stands that has been through `count` stages: where a ring turns rarely, a count
+  /// serves several of them.
+  __device__ __forceinline__ static RingPosition after(std::uint32_t count) {
+    return {static_cast<int>(count % kStages), (count / kStages) & 1};
+  }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;

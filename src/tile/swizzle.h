@@ -18,6 +18,11 @@ MXATTN_HOST_DEVICE constexpr int row_bytes(Swizzle swizzle) {
   return swizzle == Swizzle::k128 ? 128 : 64;
 }
 
+/// The layout of tiles whose rows have so many bytes.
+MXATTN_HOST_DEVICE constexpr Swizzle swizzle_of(int bytes) {
+  return bytes == row_bytes(Swizzle::k128) ? Swizzle::k128 : Swizzle::k64;
+}
+
 /// Offset of byte `byte` of row `row`. Address bits 4-6 are XORed with bits 7-9 (128 bytes), bits
 /// 4-5 with bits 7-8 (64 bytes). PTX ISA 5.5.7.
 MXATTN_HOST_DEVICE constexpr std::uint32_t swizzled_offset(Swizzle swizzle, std::uint32_t row,

@@ -33,9 +33,10 @@ struct CaseSpec {
   int heads_k = 1;
   int dim = 128;
   Mask mask = {.causal = true};
-  int spare = 0;            // rows behind the last document, of queries and of keys
-  float softmax_scale = 0;  // 0: 1 / sqrt(dim)
-  bool rotate = true;       // where the recipe does
+  int spare = 0;                    // rows behind the last document, of queries and of keys
+  float softmax_scale = 0;          // 0: 1 / sqrt(dim)
+  bool rotate = true;               // where the recipe does
+  bool rotation_requested = false;  // also where it does not by itself
   bool sm90_accumulator = false;
 };
 
@@ -108,16 +109,17 @@ class AttentionCase {
 
   /// The problem for kernels.
   kernels::Problem problem(int threads = 1) const {
-    return {.recipe = spec_.recipe,
-            .pack = &pack_,
-            .mask = spec_.mask,
-            .heads_q = spec_.heads_q,
-            .heads_k = spec_.heads_k,
-            .dim = spec_.dim,
-            .softmax_scale = spec_.softmax_scale,
-            .rotate = spec_.rotate and spec_.recipe.rotates(spec_.dim),
-            .threads = threads,
-            .sm90_accumulator = spec_.sm90_accumulator};
+    return {
+        .recipe = spec_.recipe,
+        .pack = &pack_,
+        .mask = spec_.mask,
+        .heads_q = spec_.heads_q,
+        .heads_k = spec_.heads_k,
+        .dim = spec_.dim,
+        .softmax_scale = spec_.softmax_scale,
+        .rotate = spec_.rotate and (spec_.rotation_requested or spec_.recipe.rotates(spec_.dim)),
+        .threads = threads,
+        .sm90_accumulator = spec_.sm90_accumulator};
   }
 
   /// Quantises and runs forward and backward. Outputs start as NaN.

@@ -52,6 +52,28 @@ class Hopper : public ::testing::Test {
   }
 };
 
+/// What the Hopper kernels are built for.
+struct HopperInstance {
+  Recipe recipe;
+  int dim;
+
+  std::string name() const {
+    return std::string(info_of(recipe).name) + "_d" + std::to_string(dim);
+  }
+};
+inline constexpr HopperInstance kHopperInstances[] = {
+    {recipes::fp8, 128},         {recipes::fp8, 64},         {recipes::fp8_ds_row, 128},
+    {recipes::fp8_ds_row, 64},   {recipes::mxfp8, 128},      {recipes::mxfp8, 64},
+    {recipes::mxfp8_token, 128}, {recipes::mxfp8_token, 64},
+};
+
+/// Tests that run for each of them.
+class HopperEach : public Hopper, public ::testing::WithParamInterface<HopperInstance> {};
+
+#define MXATTN_FOR_EACH_HOPPER_INSTANCE(suite)                                 \
+  INSTANTIATE_TEST_SUITE_P(Each, suite, ::testing::ValuesIn(kHopperInstances), \
+                           [](const auto& info) { return info.param.name(); })
+
 #define MXATTN_EXPECT_CUDA(call) \
   EXPECT_EQ((call), cudaSuccess) << cudaGetErrorString(cudaGetLastError())
 
@@ -60,7 +82,7 @@ class Hopper : public ::testing::Test {
 inline bool leaves_memory_unset() { return std::getenv("MXATTN_TEST_INITCHECK") != nullptr; }
 
 struct DeviceOptions {
-  int pad = 0;           // elements behind every row of 128
+  int pad = 0;           // elements behind every row of channels
   bool planned = false;  // work lists made in advance
 };
 
@@ -81,7 +103,8 @@ class DeviceAttention {
     const int documents = static_cast<int>(pack.documents.size());
     mxattn_problem_config config;
     mxattn_problem_config_init(&config);
-    config.recipe = "fp8";
+    const std::string recipe(info_of(spec_.recipe).name);
+    config.recipe = recipe.c_str();
     config.backend = "cuda";
     config.device_kind = MXATTN_DEVICE_CUDA;
     config.total_q = pack.total_q;
@@ -95,7 +118,7 @@ class DeviceAttention {
     config.window_right = spec_.mask.window_right;
     config.has_softmax_scale = 1;
     config.softmax_scale = spec_.softmax_scale;
-    config.rotate = spec_.rotate;
+    config.rotate = test.problem().rotate;
     expect(mxattn_problem_create(&config, &problem_));
     if (problem_ == nullptr) return;
     device_.problem = test.problem();
@@ -203,7 +226,7 @@ class DeviceAttention {
     const auto rows = static_cast<std::size_t>(query ? spec_.heads_q * device_.q_slots()
                                                      : spec_.heads_k * device_.k_slots());
     HostOperand x;
-    x.codes = host(static_cast<std::uint8_t*>(state_.at(name + "_codes")), rows * 128);
+    x.codes = host(static_cast<std::uint8_t*>(state_.at(name + "_codes")), rows * dim());
     x.exponents = host(static_cast<std::int8_t*>(state_.at(name + "_exponents")), rows);
     if (name == "v") x.norms = host(static_cast<std::int8_t*>(state_.at("v_norms")), rows);
     return x;
@@ -219,7 +242,7 @@ class DeviceAttention {
     kernels::sm90::Carver carver(workspace);
     const kernels::sm90::BackwardWorkspace left(carver, device_);
     const auto rows = static_cast<std::size_t>(spec_.heads_q * device_.q_slots());
-    return {.g = {.codes = host(left.g.codes, rows * 128),
+    return {.g = {.codes = host(left.g.codes, rows * dim()),
                   .exponents = host(left.g.exponents, rows),
                   .norms = host(left.g.norms, rows)},
             .output_norms = host(left.output_norms, rows),
@@ -227,6 +250,35 @@ class DeviceAttention {
   }
 
   const mxattn_problem* problem() const { return problem_; }
+
+  // A call as the backend sees it.
+  const kernels::DeviceProblem& device_problem() const { return device_; }
+  kernels::DeviceCall device_call(cudaStream_t stream) const {
+    return {.cu_seqlens_q = cu_seqlens_q,
+            .cu_seqlens_k = cu_seqlens_k,
+            .workspace = workspace,
+            .stream = stream};
+  }
+  kernels::ForwardArgs forward_args() const {
+    return {.q = queries<const std::uint16_t>(q),
+            .k = keys<const std::uint16_t>(k),
+            .v = keys<const std::uint16_t>(v),
+            .state = state(),
+            .out = queries(out),
+            .lse = lse};
+  }
+  kernels::BackwardArgs backward_args() const {
+    return {.q = queries<const std::uint16_t>(q),
+            .k = keys<const std::uint16_t>(k),
+            .v = keys<const std::uint16_t>(v),
+            .out = queries<const std::uint16_t>(out),
+            .dout = queries<const std::uint16_t>(dout),
+            .lse = lse,
+            .state = state(),
+            .dq = queries(dq),
+            .dk = keys(dk),
+            .dv = keys(dv)};
+  }
   mxattn_call call(cudaStream_t stream) const {
     mxattn_call c{};
     c.cu_seqlens_q = lengths(cu_seqlens_q);
@@ -240,8 +292,8 @@ class DeviceAttention {
     return c;
   }
   mxattn_tensor tensor(std::uint16_t* data, std::int64_t tokens, int heads) const {
-    const std::int64_t row = 128 + options_.pad;
-    return {data, MXATTN_BF16, 3, {tokens, heads, 128}, {heads * row, row, 1}};
+    const std::int64_t row = spec_.dim + options_.pad;
+    return {data, MXATTN_BF16, 3, {tokens, heads, spec_.dim}, {heads * row, row, 1}};
   }
   mxattn_tensor lse_tensor() const {
     return {lse, MXATTN_F32, 2, {spec_.heads_q, device_.total_q}, {device_.total_q, 1}};
@@ -254,6 +306,37 @@ class DeviceAttention {
   void* workspace = nullptr;
 
  private:
+  template <class T>
+  TensorView<T> view(T* data, std::int64_t tokens, int heads) const {
+    const std::int64_t row = spec_.dim + options_.pad;
+    return {data, tokens, heads, spec_.dim, heads * row, row};
+  }
+  template <class T>
+  TensorView<T> queries(T* data) const {
+    return view(data, device_.total_q, spec_.heads_q);
+  }
+  template <class T>
+  TensorView<T> keys(T* data) const {
+    return view(data, device_.total_k, spec_.heads_k);
+  }
+  State state() const {
+    const auto operand = [&](const std::string& name, int heads, std::int64_t slots) {
+      const auto norms = state_.find(name + "_norms");
+      return Operand{
+          .codes = static_cast<std::uint8_t*>(state_.at(name + "_codes")),
+          .exponents = static_cast<std::int8_t*>(state_.at(name + "_exponents")),
+          .norms = norms == state_.end() ? nullptr : static_cast<std::int8_t*>(norms->second),
+          .scale = nullptr,
+          .slots = slots,
+          .heads = heads,
+          .dim = spec_.dim};
+    };
+    return {.q = operand("q", spec_.heads_q, device_.q_slots()),
+            .k = operand("k", spec_.heads_k, device_.k_slots()),
+            .v = operand("v", spec_.heads_k, device_.k_slots()),
+            .row_reference = static_cast<std::int32_t*>(state_.at("row_reference")),
+            .row_sum = static_cast<float*>(state_.at("row_sum"))};
+  }
   static void poison(void* data, std::size_t bytes, cudaStream_t stream) {
     if (leaves_memory_unset()) return;
     MXATTN_EXPECT_CUDA(cudaMemsetAsync(data, 0xFF, bytes, stream));
@@ -269,8 +352,10 @@ class DeviceAttention {
     return x;
   }
 
+  std::size_t dim() const { return static_cast<std::size_t>(spec_.dim); }
+
   void lay_out(kernels::sm90::Carver& carver) {
-    const std::int64_t row = 128 + options_.pad;
+    const std::int64_t row = spec_.dim + options_.pad;
     const std::int64_t q_size = device_.total_q * spec_.heads_q * row;
     const std::int64_t k_size = device_.total_k * spec_.heads_k * row;
     cu_seqlens_q = carver.take<std::int32_t>(device_.num_documents + 1);
@@ -332,22 +417,22 @@ class DeviceAttention {
   }
 
   void upload(const Bf16Vector& x, std::uint16_t* to) const {
-    const std::size_t row = 128 + static_cast<std::size_t>(options_.pad);
-    const std::size_t rows = x.size() / 128;
+    const std::size_t row = dim() + static_cast<std::size_t>(options_.pad);
+    const std::size_t rows = x.size() / dim();
     std::vector<std::uint16_t> padded(rows * row, 0xFFFF);
     for (std::size_t r = 0; r < rows; ++r) {
-      std::memcpy(padded.data() + r * row, x.data() + r * 128, 256);
+      std::memcpy(padded.data() + r * row, x.data() + r * dim(), 2 * dim());
     }
     copy(padded.data(), to, padded.size() * 2);
   }
   Bf16Vector download(const std::uint16_t* from, std::int64_t tokens, int heads) const {
-    const std::size_t row = 128 + static_cast<std::size_t>(options_.pad);
+    const std::size_t row = dim() + static_cast<std::size_t>(options_.pad);
     const auto rows = static_cast<std::size_t>(tokens * heads);
     const std::vector<std::uint16_t> padded = host(from, rows * row);
-    Bf16Vector x(rows * 128);
+    Bf16Vector x(rows * dim());
     for (std::size_t r = 0; r < rows; ++r) {
-      std::memcpy(x.data() + r * 128, padded.data() + r * row, 256);
-      for (std::size_t e = 128; e < row; ++e) {
+      std::memcpy(x.data() + r * dim(), padded.data() + r * row, 2 * dim());
+      for (std::size_t e = dim(); e < row; ++e) {
         if (padded[r * row + e] != 0xFFFF) ADD_FAILURE() << "written behind row " << r;
       }
     }

@@ -15,6 +15,7 @@
 #include "kernels/cpu/fp32_ops.h"
 #include "quantize/quantize.h"
 #include "recipe/exponents.h"
+#include "recipe/roles.h"
 #include "recipe/stages.h"
 #include "support/attention_case.h"
 
@@ -102,6 +103,53 @@ struct ReferenceHead {
   }
 };
 
+/// What a head is made of: operands, what the backward prepared, and mu of (heads, total_q).
+struct ReferenceOperands {
+  const Operand &q, &k, &v, &g;
+  const std::vector<std::int8_t>& output_norms;
+  const std::vector<float>& delta;
+  const std::vector<std::int32_t>& row_reference;
+};
+
+inline ReferenceHead reference_head(const AttentionCase& test, const Document& document, int head,
+                                    const ReferenceOperands& from) {
+  const CaseSpec& spec = test.spec();
+  const int key_head = head / (spec.heads_q / spec.heads_k);
+  ReferenceHead x;
+  x.recipe = spec.recipe;
+  x.mask = spec.mask;
+  x.scale = stages::score_scale(spec.softmax_scale);
+  x.q_len = document.q_len;
+  x.k_len = document.k_len;
+  x.dim = spec.dim;
+  x.q = ReferenceHead::rows_of(from.q, head, document.q_slot, document.q_len);
+  x.g = ReferenceHead::rows_of(from.g, head, document.q_slot, document.q_len);
+  x.k = ReferenceHead::rows_of(from.k, key_head, document.k_slot, document.k_len);
+  x.v = ReferenceHead::rows_of(from.v, key_head, document.k_slot, document.k_len);
+  const auto part = [&](const auto& table, std::int64_t at) {
+    return std::vector(table.begin() + at, table.begin() + at + x.q_len);
+  };
+  const std::int64_t slot = head * test.pack().q_slots + document.q_slot;
+  x.output_norm = part(from.output_norms, slot);
+  x.delta = part(from.delta, slot);
+  x.mu = part(from.row_reference, head * test.pack().total_q + document.q_token);
+  return x;
+}
+
+/// The end of dQ and dK: times softmax_scale, rotated back.
+inline std::vector<float> finished(const AttentionCase& test, std::vector<float> sum) {
+  for (float& x : sum) x = mul_rn(x, test.spec().softmax_scale);
+  const int dim = static_cast<int>(sum.size());
+  if (is_rotated(Role::kQ, dim, test.problem().rotate)) rotate_rows(sum.data(), 1, dim, dim, 1);
+  return sum;
+}
+
+/// Bits of a BF16 value, one pattern for every NaN and both zeros.
+inline int plain_bits(std::uint16_t bits) {
+  if ((bits & 0x7fff) > 0x7f80) return 0x7fff;
+  return (bits & 0x7fff) == 0 ? 0 : bits;
+}
+
 /// The largest of f(t) over [begin, end).
 template <class F>
 Exponent largest(int begin, int end, const F& f) {
@@ -110,21 +158,34 @@ Exponent largest(int begin, int end, const F& f) {
   return most;
 }
 
+/// Where the restatement rounds P and dS to E4M3 and forms 2^x between maxima. A test that replays
+/// what somebody else rounded puts its own in place; each is given what is computed here.
+struct OwnWeights {
+  float alpha(int /*query*/, int /*tile*/, float own) const { return own; }
+  float row_weight(int /*query*/, int /*key*/, float value) const { return round_e4m3(value); }
+  float value_weight(int /*query*/, int /*key*/, float value) const { return round_e4m3(value); }
+  float gradient_weight(int /*query*/, int /*key*/, float value) const { return round_e4m3(value); }
+  float ds_of_dq(int /*query*/, int /*key*/, float value) const { return round_e4m3(value); }
+  float ds_of_dk(int /*query*/, int /*key*/, float value) const { return round_e4m3(value); }
+};
+
 /// Section 3, one row.
 struct ReferenceForward {
   std::vector<float> o;
   float m = -kInfinity, l = 0;
 
-  ReferenceForward(const ReferenceHead& x, int i) : o(x.dim, 0.0f) {
+  template <class Weights = OwnWeights>
+  ReferenceForward(const ReferenceHead& x, int i, Weights&& weights = {}) : o(x.dim, 0.0f) {
     const Range seen = x.keys_of(i);
     for (int t = (x.k_len - 1) / 128; t >= 0; --t) {
       const Range keys{std::max(seen.begin, t * 128), std::min(seen.end, t * 128 + 128)};
-      if (not keys.empty()) add_tile(x, i, t, keys);
+      if (not keys.empty()) add_tile(x, i, t, keys, weights);
     }
   }
 
  private:
-  void add_tile(const ReferenceHead& x, int i, int t, Range keys) {
+  template <class Weights>
+  void add_tile(const ReferenceHead& x, int i, int t, Range keys, Weights& rounded) {
     std::array<float, 128> acc{};
     float top = -kInfinity;
     for (int j = keys.begin; j < keys.end; ++j) {
@@ -134,7 +195,7 @@ struct ReferenceForward {
     }
     if (x.recipe.row_reference == RowReference::kInteger) top = std::ceil(top);
     const float new_m = std::max(m, top);
-    const float alpha = m == new_m ? 1.0f : stages::rescale<Fp32Ops>(m, new_m);
+    const float alpha = rounded.alpha(i, t, m == new_m ? 1.0f : stages::rescale<Fp32Ops>(m, new_m));
     m = new_m;
 
     const Exponent c = largest(keys.begin, keys.end, [&](int j) { return x.v.e(j); });
@@ -145,8 +206,8 @@ struct ReferenceForward {
       const float p =
           stages::probability<Fp32Ops>(acc[n], x.a(i, j), stages::forward_addend<Fp32Ops>(m));
       weights[n % 16] += p;
-      hs[n] = round_e4m3(p);
-      h[n] = round_e4m3(mul_rn(p, stages::factor(x.v.e(j) - c)));
+      hs[n] = rounded.row_weight(i, j, p);
+      h[n] = rounded.value_weight(i, j, mul_rn(p, stages::factor(x.v.e(j) - c)));
     }
     float sum = TensorCore::dot(0, hs, ones);
     if (x.recipe.row_sum == RowSum::kWeights) {
@@ -168,7 +229,8 @@ struct ReferenceForward {
 };
 
 /// Section 4, the dQ pass, one row; before the epilogue.
-inline std::vector<float> reference_dq(const ReferenceHead& x, int i) {
+template <class Weights = OwnWeights>
+std::vector<float> reference_dq(const ReferenceHead& x, int i, Weights&& rounded = {}) {
   const bool row_scale = x.recipe.ds_scale == DsScale::kRow;
   std::vector<float> sum(x.dim, 0.0f), acc(x.dim, 0.0f);
   const Range seen = x.keys_of(i);
@@ -212,7 +274,10 @@ inline std::vector<float> reference_dq(const ReferenceHead& x, int i) {
       extra = Exponent::stored(
           static_cast<std::int8_t>(stages::token_exponent(ExponentRule::kRoundUp, most)));
     }
-    for (float& y : ds) y = round_e4m3(row_scale ? mul_rn(y, stages::factor(-extra)) : y);
+    for (int j = keys.begin; j < keys.end; ++j) {
+      float& y = ds[j - t * 128];
+      y = rounded.ds_of_dq(i, j, row_scale ? mul_rn(y, stages::factor(-extra)) : y);
+    }
     for (int c = 0; c < x.dim; ++c) {
       std::vector<float> column(128, 0.0f);
       for (int n = 0; n < std::min(128, x.k_len - t * 128); ++n) {
@@ -270,8 +335,9 @@ struct ReferenceScales {
 };
 
 /// Section 4, the dK/dV pass: adds one query head to the FP32 sums of key j.
-inline void reference_dkv(const ReferenceHead& x, const ReferenceScales& scales, int j,
-                          std::vector<float>& dk, std::vector<float>& dv) {
+template <class Weights = OwnWeights>
+void reference_dkv(const ReferenceHead& x, const ReferenceScales& scales, int j,
+                   std::vector<float>& dk, std::vector<float>& dv, Weights&& rounded = {}) {
   const bool row_scale = x.recipe.ds_scale == DsScale::kRow;
   const int half = j / 64 % 2;
   const Range seen = visible_queries(x.mask, x.q_len, x.k_len, j);
@@ -309,7 +375,7 @@ inline void reference_dkv(const ReferenceHead& x, const ReferenceScales& scales,
       const float d16 = fp16_to_float(float_to_fp16(
           std::clamp(mul_rn(x.delta[i], stages::dkv_delta_factor(c, x.g.e(i), x.q.e(i), r)),
                      -65504.0f, 65504.0f)));
-      t[i - step * 64] = round_e4m3(p);
+      t[i - step * 64] = rounded.gradient_weight(i, j, p);
       ds[i - step * 64] = stages::dkv_ds<Fp32Ops>(
           p, x.gradient(i, j), stages::dkv_gradient_factor(c, x.v.e(j), x.q.e(i), r), d16);
     }
@@ -320,7 +386,10 @@ inline void reference_dkv(const ReferenceHead& x, const ReferenceScales& scales,
       extra = Exponent::stored(
           static_cast<std::int8_t>(stages::token_exponent(ExponentRule::kRoundUp, most)));
     }
-    for (float& y : ds) y = round_e4m3(row_scale ? mul_rn(y, stages::factor(-extra)) : y);
+    for (int i = queries.begin; i < queries.end; ++i) {
+      float& y = ds[i - step * 64];
+      y = rounded.ds_of_dk(i, j, row_scale ? mul_rn(y, stages::factor(-extra)) : y);
+    }
     for (int n = 0; n < x.dim; ++n) {
       std::vector<float> q_column(64, 0.0f), g_column(64, 0.0f);
       for (int i = step * 64; i < std::min(x.q_len, step * 64 + 64); ++i) {

@@ -58,9 +58,12 @@ inline int random_length(Normal& random, int most) {
 }
 
 /// A pack of at most `most` tokens or so.
-inline AttentionCase random_case(std::uint64_t seed, int most) {
+inline AttentionCase random_case(std::uint64_t seed, int most, const Recipe& recipe = recipes::fp8,
+                                 int dim = 128) {
   Normal random(seed);
   CaseSpec spec;
+  spec.recipe = recipe;
+  spec.dim = dim;
   const int documents = 1 + random.below(6);
   const bool other_keys = random.below(3) == 0;
   int left = most;
@@ -80,6 +83,7 @@ inline AttentionCase random_case(std::uint64_t seed, int most) {
   constexpr float kScales[] = {0, 0, 0, 0.3f, 0.01f, -0.1f};
   spec.softmax_scale = kScales[random.below(static_cast<int>(std::size(kScales)))];
   spec.rotate = random.below(4) != 0;
+  spec.rotation_requested = true;
   AttentionCase test(spec);
   fill_normal(test, seed);
   switch (random.below(4)) {

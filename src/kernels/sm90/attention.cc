@@ -10,21 +10,20 @@
 
 #include "base/cuda_check.h"
 #include "base/error.h"
-#include "kernels/sm90/launch.h"
+#include "kernels/sm90/instances.h"
 #include "kernels/sm90/outside.h"
+#include "kernels/sm90/params.h"
 #include "kernels/sm90/workspace.h"
 #include "quantize/quantize.h"
 #include "recipe/registry.h"
 #include "recipe/roles.h"
 #include "recipe/stages.h"
-#include "tile/tensor_map.h"
 
 namespace mxattn::kernels::sm90 {
 namespace {
 
 using plan::Pass;
 
-constexpr int kDim = 128;
 // Heads are the y dimension of grids.
 constexpr int kMaxHeads = 65535;
 // Kernels count slots, tiles and tokens in 32 bits; a tile may reach past the last slot.
@@ -40,9 +39,13 @@ std::string supports(const DeviceProblem& device) {
     return detail::concat("the kernels are for compute capability 9.0, the device has ",
                           device.compute_capability / 10, ".", device.compute_capability % 10);
   }
-  if (problem.recipe != recipes::fp8) return "the kernels run recipe fp8 only";
-  if (problem.dim != kDim) {
-    return detail::concat("head_dim = ", problem.dim, ": the kernels take ", kDim);
+  if (problem.dim != 64 and problem.dim != 128) {
+    return detail::concat("head_dim = ", problem.dim, ": the kernels take 64 and 128");
+  }
+  if (find_forward(problem.recipe, problem.dim) == nullptr or
+      find_backward(problem.recipe, problem.dim) == nullptr) {
+    return detail::concat("recipe ", info_of(problem.recipe).name,
+                          ": the kernels run fp8, fp8_ds_row, mxfp8, mxfp8_token");
   }
   if (problem.heads_q > kMaxHeads) {
     return detail::concat("heads_q = ", problem.heads_q, ": the kernels take up to ", kMaxHeads);
@@ -145,21 +148,6 @@ void restore(const DeviceProblem& problem, const DeviceCall& call, Role role,
   fill_outside(outside, problem.multiprocessors, stream_of(call));
 }
 
-// ---- tensor maps ------------------------------------------------------------------------------
-
-/// Codes (heads, slots, d) in boxes of `box` rows.
-CUtensorMap rows_map(const std::uint8_t* codes, int heads, std::int64_t slots, int box) {
-  return tile::make_byte_tensor_map(codes, kDim, slots, heads, kDim, slots * kDim, kDim, box,
-                                    tile::Swizzle::k128);
-}
-
-/// Transposed codes (heads, d, slots) in boxes of d x `box`.
-CUtensorMap columns_map(const std::uint8_t* codes, int heads, std::int64_t slots, int box) {
-  return tile::make_byte_tensor_map(
-      codes, slots, kDim, heads, slots, slots * kDim, box, kDim,
-      box == tile::row_bytes(tile::Swizzle::k128) ? tile::Swizzle::k128 : tile::Swizzle::k64);
-}
-
 // ---- forward ----------------------------------------------------------------------------------
 
 void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardArgs& args,
@@ -191,31 +179,9 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
     build(device, call, Pass::kForward, list, workspace.list_scratch);
   }
 
-  using Config = ForwardConfig<kDim, recipes::fp8>;
-  ForwardParams params;
-  params.q = rows_map(state.q.codes, problem.heads_q, state.q.slots, Config::kRows);
-  params.k = rows_map(state.k.codes, problem.heads_k, state.k.slots, stages::kKeyTile);
-  params.v = columns_map(workspace.v_transposed, problem.heads_k, state.v.slots, stages::kKeyTile);
-  params.items = list.items;
-  params.num_items = list.num_items;
-  params.next_item = workspace.next_item;
-  params.cu_seqlens_q = call.cu_seqlens_q;
-  params.cu_seqlens_k = call.cu_seqlens_k;
-  params.q_exponents = state.q.exponents;
-  params.k_exponents = state.k.exponents;
-  params.v_exponents = state.v.exponents;
-  params.q_slots = state.q.slots;
-  params.k_slots = state.k.slots;
-  params.out = args.out;
-  params.lse = args.lse;
-  params.row_reference = state.row_reference;
-  params.row_sum = state.row_sum;
-  params.total_q = device.total_q;
-  params.heads_k = problem.heads_k;
-  params.queries_per_key_head = problem.heads_q / problem.heads_k;
-  params.mask = problem.mask;
-  params.score_scale = stages::score_scale(problem.softmax_scale);
-  launch_forward<Config>(params, device.multiprocessors, stream);
+  const ForwardInstance& instance = *find_forward(problem.recipe, problem.dim);
+  instance.launch(forward_params(device, call, args, workspace, list), device.multiprocessors,
+                  stream);
 
   OutsideArgs outside;
   outside.end = call.cu_seqlens_q + device.num_documents;
@@ -276,57 +242,6 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
   cuda::make_tile_scales(scales, stream);
 }
 
-/// Parameters of a pass that reads `query_box` rows of Q and g at a time.
-BackwardParams params_of(const DeviceProblem& device, const DeviceCall& call,
-                         const BackwardArgs& args, const BackwardWorkspace& workspace,
-                         const DeviceList& list, int query_box) {
-  const Problem& problem = device.problem;
-  const State& state = args.state;
-  const std::int64_t q_slots = state.q.slots;
-  const std::int64_t k_slots = state.k.slots;
-  BackwardParams params;
-  params.q = rows_map(state.q.codes, problem.heads_q, q_slots, query_box);
-  params.g = rows_map(workspace.g.codes, problem.heads_q, q_slots, query_box);
-  params.k = rows_map(state.k.codes, problem.heads_k, k_slots, stages::kKeyTile);
-  params.v = rows_map(state.v.codes, problem.heads_k, k_slots, stages::kKeyTile);
-  params.q_transposed =
-      columns_map(workspace.q_transposed, problem.heads_q, q_slots, stages::kQueryStep);
-  params.g_transposed =
-      columns_map(workspace.g_transposed, problem.heads_q, q_slots, stages::kQueryStep);
-  params.k_transposed =
-      columns_map(workspace.k_transposed, problem.heads_k, k_slots, stages::kKeyTile);
-  params.items = list.items;
-  params.num_items = list.num_items;
-  params.next_item = workspace.next_item;
-  params.cu_seqlens_q = call.cu_seqlens_q;
-  params.cu_seqlens_k = call.cu_seqlens_k;
-  params.q_exponents = state.q.exponents;
-  params.k_exponents = state.k.exponents;
-  params.v_exponents = state.v.exponents;
-  params.g_exponents = workspace.g.exponents;
-  params.g_norms = workspace.g.norms;
-  params.o_norms = workspace.output_norms;
-  params.v_norms = state.v.norms;
-  params.v_running_norms = workspace.v_running_norms;
-  params.delta = workspace.delta;
-  params.tile_scales = workspace.tile_scales;
-  params.row_reference = state.row_reference;
-  params.q_slots = q_slots;
-  params.k_slots = k_slots;
-  params.total_q = device.total_q;
-  params.dq = args.dq;
-  params.dk = args.dk;
-  params.dv = args.dv;
-  params.sums = workspace.sums;
-  params.heads_k = problem.heads_k;
-  params.queries_per_key_head = problem.heads_q / problem.heads_k;
-  params.mask = problem.mask;
-  params.score_scale = stages::score_scale(problem.softmax_scale);
-  params.softmax_scale = problem.softmax_scale;
-  params.rotate = problem.rotate;
-  return params;
-}
-
 void backward(const DeviceProblem& device, const DeviceCall& call, const BackwardArgs& args) {
   const cudaStream_t stream = stream_of(call);
   Carver carver(call.workspace);
@@ -341,10 +256,11 @@ void backward(const DeviceProblem& device, const DeviceCall& call, const Backwar
     build(device, call, Pass::kDkv, dkv_list, workspace.list_scratch);
     build(device, call, Pass::kDq, dq_list, workspace.list_scratch);
   }
-  launch_backward_dkv(params_of(device, call, args, workspace, dkv_list, stages::kQueryStep),
-                      device.multiprocessors, stream);
-  launch_backward_dq(params_of(device, call, args, workspace, dq_list, stages::kQueryTile),
-                     device.multiprocessors, stream);
+  const BackwardInstance& instance = *find_backward(device.problem.recipe, device.problem.dim);
+  instance.launch_dkv(dkv_params(device, call, args, workspace, dkv_list), device.multiprocessors,
+                      stream);
+  instance.launch_dq(dq_params(device, call, args, workspace, dq_list), device.multiprocessors,
+                     stream);
 
   OutsideArgs queries;
   queries.end = call.cu_seqlens_q + device.num_documents;

@@ -6,29 +6,45 @@
 #include <cstdint>
 
 #include "base/view.h"
-#include "pack/pack.h"
-#include "plan/cost.h"
+#include "kernels/sm90/pass.h"
 #include "quantize/cuda/quantize.h"
 #include "recipe/recipe.h"
+#include "recipe/stages.h"
+#include "tile/swizzle.h"
 
 namespace mxattn::kernels::sm90 {
 
-struct BackwardParams {
-  // Codes by rows, boxes of 64 (dK/dV: q, g) or 128 rows; transposed codes (heads, d, slots) in pi
-  // order, boxes of d x 64 (dK/dV: q, g) or d x 128.
+/// Where the FP32 sums of an accumulator stay. kShared and kGlobal: each thread adds its own;
+/// kStaged: in global memory too, but the copy engine adds, from shared memory.
+enum class SumPlace : std::uint8_t { kShared, kGlobal, kStaged };
+
+/// Whether the FP32 sums of dV and of dK, 128 keys each, have room in shared memory beside the
+/// operands. Else they stay in L2: bytes of global memory that a CTA of the dK/dV pass needs.
+constexpr bool sums_fit_shared(int dim) { return dim <= 64; }
+constexpr std::int64_t sum_bytes_per_cta(int dim) {
+  return sums_fit_shared(dim)
+             ? 0
+             : std::int64_t{2} * stages::kKeyTile * dim * static_cast<int>(sizeof(float));
+}
+
+/// Where instances for tests (kDumpCodes) leave codes: (heads_q, total_q, keys), the query by its
+/// token, the key by its position in the query's document. What is masked is 0; what no step visits
+/// is not written. Null: not wanted.
+struct CodeDump {
+  std::uint8_t* t = nullptr;       // dK/dV pass: codes of t
+  std::uint8_t* ds_dkv = nullptr;  // codes of dS of either pass
+  std::uint8_t* ds_dq = nullptr;
+  std::int64_t keys = 0;  // of the longest document
+};
+
+struct BackwardParams : PassParams {
+  // Codes by rows, boxes of 64 (dK/dV: q, g) or 128 rows of d bytes, in the layout
+  // tile::swizzle_of(d); transposed codes (heads, d, slots) in pi order, boxes of d x 64 (dK/dV: q,
+  // g; 64-byte swizzle) or d x 128 (128-byte swizzle).
   CUtensorMap q, k, v, g;
   CUtensorMap q_transposed, k_transposed, g_transposed;
 
-  const plan::WorkItem* items = nullptr;
-  const int* num_items = nullptr;
-  int* next_item = nullptr;  // 0 at launch
-
-  const std::int32_t* cu_seqlens_q = nullptr;
-  const std::int32_t* cu_seqlens_k = nullptr;
   // Bytes (heads, slots).
-  const std::int8_t* q_exponents = nullptr;
-  const std::int8_t* k_exponents = nullptr;
-  const std::int8_t* v_exponents = nullptr;
   const std::int8_t* g_exponents = nullptr;
   const std::int8_t* g_norms = nullptr;
   const std::int8_t* o_norms = nullptr;
@@ -37,18 +53,13 @@ struct BackwardParams {
   const float* delta = nullptr;                   // D (heads_q, q_slots)
   const cuda::TileScales* tile_scales = nullptr;  // (heads_q, q_slots / 16)
   const std::int32_t* row_reference = nullptr;    // mu (heads_q, total_q)
-  std::int64_t q_slots = 0;
-  std::int64_t k_slots = 0;
-  std::int64_t total_q = 0;
 
   TensorView<std::uint16_t> dq, dk, dv;  // BF16
-  float4* sums = nullptr;                // workspace: FP32 sums, kSumsPerCta a CTA
-  int heads_k = 1;
-  int queries_per_key_head = 1;
-  Mask mask;
-  float score_scale = 0;
+  float4* sums = nullptr;                // dK/dV: workspace, sum_bytes_per_cta() a CTA
   float softmax_scale = 0;
   bool rotate = false;
+  CodeDump dump;           // instances for tests only
+  std::uint32_t zero = 0;  // for ptx::after
 };
 
 }  // namespace mxattn::kernels::sm90

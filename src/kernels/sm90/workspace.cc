@@ -2,17 +2,42 @@
 
 #include <algorithm>
 
-#include "kernels/sm90/launch.h"
+#include "kernels/sm90/instances.h"
 #include "recipe/stages.h"
 
 namespace mxattn::kernels::sm90 {
+namespace {
+
+// Of an H200's 60 MB of L2, what the heads that are worked on together may fill: each half of it
+// also holds copies of lines of the other. docs/perf/h200.md has what was measured.
+constexpr std::int64_t kL2Bytes = 32'000'000;
+
+/// Bytes of codes that the items of one key head share.
+std::int64_t bytes_per_key_head(const DeviceProblem& problem, plan::Pass pass) {
+  const Problem& p = problem.problem;
+  switch (pass) {
+    case plan::Pass::kForward:  // K, V^T
+      return 2 * p.dim * problem.total_k;
+    case plan::Pass::kDq:  // K, V, K^T
+      return 3 * p.dim * problem.total_k;
+    case plan::Pass::kDkv:  // Q, g and their transposes
+      return 4 * p.dim * problem.total_q * (p.heads_q / p.heads_k);
+  }
+  return 0;
+}
+
+}  // namespace
 
 plan::cuda::BuildSpec list_spec(const DeviceProblem& problem, plan::Pass pass) {
   plan::cuda::BuildSpec build;
   build.spec.pass = pass;
   build.spec.heads_q = problem.problem.heads_q;
   build.spec.heads_k = problem.problem.heads_k;
-  build.spec.tile = stages::kQueryTile;
+  build.spec.tile = pass == plan::Pass::kForward
+                        ? find_forward(problem.problem.recipe, problem.problem.dim)->rows
+                        : stages::kQueryTile;
+  build.spec.heads_per_group =
+      plan::heads_per_group_for_l2(build.spec, bytes_per_key_head(problem, pass), kL2Bytes);
   build.mask = problem.problem.mask;
   build.num_documents = problem.num_documents;
   build.total_q = problem.total_q;

@@ -29,7 +29,7 @@ class Carver {
   std::int64_t bytes_ = 0;
 };
 
-/// What the builder of a pass's list is told. All passes work in items of 128 positions.
+/// What the builder of a pass's list is told.
 plan::cuda::BuildSpec list_spec(const DeviceProblem& problem, plan::Pass pass);
 
 /// Takes the memory of a list.

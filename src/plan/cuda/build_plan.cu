@@ -52,8 +52,7 @@ struct Params {
   PlanSpec spec;
   Mask mask;
   int num_documents;
-  int heads;
-  int heads_per_group;     // 1 .. heads
+  HeadGroups groups{1, 0};
   std::uint32_t most_key;  // visits from which on all costs are the same
   int max_tiles;
   const std::int32_t* cu_seqlens_q;
@@ -156,7 +155,7 @@ __device__ void list_tiles(const Params& params, int batch, Shared& shared) {
   if (last and thread == 0) {
     const int tiles = min(tiles_before + batch_tiles, params.max_tiles);
     params.header->tiles = tiles;
-    *params.num_items = tiles * params.heads;
+    *params.num_items = tiles * params.groups.heads;
   }
 }
 
@@ -290,12 +289,11 @@ __device__ __forceinline__ int count_same(int limit, Same same) {
 }
 
 __device__ WorkItem item_at(const Params& params, int tiles, const Tile* sorted, int index) {
-  // Groups of heads follow one another; the last may be smaller.
-  const int group_items = tiles * params.heads_per_group;
-  const int group = index / group_items;
-  const int first_head = group * params.heads_per_group;
-  const int heads = min(params.heads_per_group, params.heads - first_head);
-  const int in_group = index - group * group_items;
+  const HeadGroups& groups = params.groups;
+  const int group = groups.of(index / tiles);
+  const int first_head = groups.first(group);
+  const int heads = groups.size(group);
+  const int in_group = index - tiles * first_head;
 
   // The run around the tile that stands here when each is repeated for its heads in place.
   const int middle = in_group / heads;
@@ -335,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 1) sort_kernel(const Params params) 
 __global__ void __launch_bounds__(kExpandThreads) expand_kernel(const Params params) {
   const int tiles = params.header->tiles;
   const std::int64_t index = std::int64_t{blockIdx.x} * kExpandThreads + threadIdx.x;
-  if (index >= tiles * params.heads) return;
+  if (index >= tiles * params.groups.heads) return;
   const Tile* sorted = params.header->in_second != 0 ? params.second_buffer : params.first_buffer;
   const WorkItem item = item_at(params, tiles, sorted, static_cast<int>(index));
   reinterpret_cast<int4*>(params.items)[index] =
@@ -393,14 +391,11 @@ void build_plan(const BuildSpec& build, const std::int32_t* cu_seqlens_q,
                 const std::int32_t* cu_seqlens_k, WorkItem* items, std::int32_t* num_items,
                 void* scratch, cudaStream_t stream) {
   const std::int64_t most_items = max_items(build);
-  const int heads = heads_of(build.spec);
-  const int group = build.spec.heads_per_group;
   Params params;
+  params.groups = HeadGroups(heads_of(build.spec), build.spec.heads_per_group);
   params.spec = build.spec;
   params.mask = build.mask;
   params.num_documents = build.num_documents;
-  params.heads = heads;
-  params.heads_per_group = group == 0 ? heads : std::min(group, heads);
   params.most_key = most_key(build.spec);
   params.max_tiles = static_cast<int>(max_tiles(build));
   params.cu_seqlens_q = cu_seqlens_q;

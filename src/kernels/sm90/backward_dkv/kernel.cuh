@@ -14,9 +14,10 @@
 #pragma once
 
 #include "kernels/sm90/backward.h"
+#include "kernels/sm90/backward_dkv/config.h"
+#include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
-#include "kernels/sm90/registers.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
@@ -31,25 +32,6 @@ namespace mxattn::kernels::sm90::dkv {
 using stages::Exponent;
 using stages::kKeyTile;
 using stages::kQueryStep;
-
-struct Config {
-  static constexpr int kDim = 128;
-  static constexpr int kConsumers = 2;  // warpgroups, 64 keys each
-  static constexpr int kStages = 3;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
-  static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
-  // float4 of FP32 sums of a CTA: dV and dK of 64 keys for each warpgroup.
-  static constexpr int kSumsPerCta = 2 * kKeyTile * kDim / 4;
-};
-
-inline constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every third step
-inline constexpr int kStatsStages = 6;
-static_assert(kStatsStages % kStatsWarps == 0, "a warp fills stages of its own");
-
-/// How a phase goes.
-enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral };
 
 /// What holds for a whole step.
 struct alignas(16) StepFacts {
@@ -88,6 +70,18 @@ struct KeyFacts {
 /// b = 4..7 as a vector each.
 MXATTN_HOST_DEVICE constexpr int pair_word(int b, int q) { return (b / 4) * 16 + q * 4 + b % 4; }
 
+/// What the phase of a step reads.
+struct alignas(16) StepStats {
+  // FP16 pairs of neighbouring queries, in the order in which a thread reads them as two 16-byte
+  // vectors (pair_word): addends -mu + eG - c + 8, and D'.
+  std::uint32_t addend_pairs[kQueryStep / 2];
+  std::uint32_t delta_pairs[kQueryStep / 2];
+  float addend[kQueryStep];  // where FP16 does not hold them
+  std::int8_t eq[kQueryStep];
+  StepFacts facts;
+};
+
+template <class Config>
 struct alignas(1024) SharedStorage {
   std::uint8_t k[kKeyTile * Config::kDim];  // of the item
   std::uint8_t v[kKeyTile * Config::kDim];
@@ -98,108 +92,86 @@ struct alignas(1024) SharedStorage {
     std::uint8_t q_transposed[Config::kDim * kQueryStep];
     std::uint8_t g_transposed[Config::kDim * kQueryStep];
   } stages[Config::kStages];
-  // Promotions, 64 keys x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its own 16.
-  float4 staging[Config::kConsumers][64 * Config::kDim / 4];
-  // What phase i reads.
-  struct alignas(16) Stats {
-    // FP16 pairs of neighbouring queries, in the order in which a thread reads them as two 16-byte
-    // vectors (pair_word): addends -mu + eG - c + 8, and D'.
-    std::uint32_t addend_pairs[kQueryStep / 2];
-    std::uint32_t delta_pairs[kQueryStep / 2];
-    float addend[kQueryStep];  // where FP16 does not hold them
-    std::int8_t eq[kQueryStep];
-    StepFacts facts;
-  } stats[kStatsStages];
+  // 64 keys x d in FP32: promotions on their way to L2, or sums. In the epilogue BF16 rows, each
+  // warp its own 16 in its part of the first.
+  float4 sums[Config::kConsumers][Config::kSharedSums][Config::kFloat4s];
+  StepStats stats[Config::kStatsStages];  // what phase i reads
   KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
   Work work[2];             // the item at hand and the next
   tile::RingBarriers<2> work_ring;
   tile::RingBarriers<1> key_ring;  // K and V
   tile::RingBarriers<Config::kStages> operand_ring;
-  tile::RingBarriers<kStatsStages> stats_ring;
+  tile::RingBarriers<Config::kStatsStages> stats_ring;
 };
-
-__device__ __forceinline__ Exponent exponent_of(std::int32_t value) {
-  return value == cuda::kNanScale ? Exponent(0, true) : Exponent(value);
-}
-__device__ __forceinline__ std::int32_t value_of(Exponent e) {
-  return e.nan ? cuda::kNanScale : e.value;
-}
 
 // ---- producers --------------------------------------------------------------------------------
 
 /// Warp 0, one thread: items, K and V, and the operands of every block.
-__device__ void load(const BackwardParams& params, SharedStorage& shared) {
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> key_at;
+template <class Config>
+__device__ void load(const BackwardParams& params, SharedStorage<Config>& shared) {
   tile::RingPosition<Config::kStages> at;
-  while (true) {
-    const Work taken = take_work<true>(params);
-    shared.work_ring.wait_empty(work_at);
-    // Read back where it is needed: the loop has few registers.
-    Work& work = shared.work[work_at.stage];
-    work = taken;
+  for (std::uint32_t item = 0;; ++item) {
+    const auto work_at = tile::RingPosition<2>::after(item);
+    const Work& work = place_work<true>(params, shared.work, shared.work_ring, work_at);
     ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
-    work_at.advance();
     if (work.last) return;
     const Document& d = work.document;
     const int key_slot = static_cast<int>(d.k_slot) + work.item.first;
-    shared.key_ring.wait_empty(key_at);
+    shared.key_ring.wait_empty(tile::RingPosition<1>::after(item));
     const std::uint32_t key_full = shared.key_ring.full_at(0);
     ptx::mbarrier_arrive_expect(key_full, sizeof(shared.k) + sizeof(shared.v));
     ptx::copy_tensor_3d(ptx::shared_address(shared.k), &params.k, 0, key_slot, work.item.head,
                         key_full);
     ptx::copy_tensor_3d(ptx::shared_address(shared.v), &params.v, 0, key_slot, work.item.head,
                         key_full);
-    key_at.advance();
 
-    const int num_steps = work.visits.size();
-    const int total = num_steps * params.queries_per_key_head;
-    const auto head_of = [&](int i) {
-      return work.item.head * params.queries_per_key_head + i / num_steps;
-    };
-    const auto slot_of = [&](int i) {
-      return static_cast<int>(d.q_slot) + (work.visits.begin + i % num_steps) * kQueryStep;
-    };
-    for (int i = -1; i < total; ++i) {
-      if (total == 0) break;
+    // The rows of a step, and a block later its transposes.
+    const int total = work.visits.size() * params.queries_per_key_head;
+    int head = work.item.head * params.queries_per_key_head;
+    int step = work.visits.begin;
+    int head_before = 0, slot_before = 0;
+    for (int i = 0; i <= total and total > 0; ++i) {
+      const int slot = static_cast<int>(d.q_slot) + step * kQueryStep;
+      const bool rows = i < total;
+      const bool transposes = i > 0;
       shared.operand_ring.wait_empty(at);
       auto& stage = shared.stages[at.stage];
       const std::uint32_t full = shared.operand_ring.full_at(at.stage);
-      const bool rows = i + 1 < total;
-      const bool transposes = i >= 0;
       ptx::mbarrier_arrive_expect(
           full, (rows ? sizeof(stage.q) + sizeof(stage.g) : 0) +
                     (transposes ? sizeof(stage.q_transposed) + sizeof(stage.g_transposed) : 0));
       if (rows) {
-        ptx::copy_tensor_3d(ptx::shared_address(stage.q), &params.q, 0, slot_of(i + 1),
-                            head_of(i + 1), full);
-        ptx::copy_tensor_3d(ptx::shared_address(stage.g), &params.g, 0, slot_of(i + 1),
-                            head_of(i + 1), full);
+        ptx::copy_tensor_3d(ptx::shared_address(stage.q), &params.q, 0, slot, head, full);
+        ptx::copy_tensor_3d(ptx::shared_address(stage.g), &params.g, 0, slot, head, full);
       }
       if (transposes) {
         ptx::copy_tensor_3d(ptx::shared_address(stage.g_transposed), &params.g_transposed,
-                            slot_of(i), 0, head_of(i), full);
+                            slot_before, 0, head_before, full);
         ptx::copy_tensor_3d(ptx::shared_address(stage.q_transposed), &params.q_transposed,
-                            slot_of(i), 0, head_of(i), full);
+                            slot_before, 0, head_before, full);
       }
       at.advance();
+      head_before = head;
+      slot_before = slot;
+      if (++step == work.visits.end) {
+        step = work.visits.begin;
+        ++head;
+      }
     }
   }
 }
 
 /// Warps 1 to 3: what every query of a step adds to the phase. `turn` is 0 to 2.
-__device__ void form_stats(const BackwardParams& params, SharedStorage& shared, int turn) {
-  tile::RingPosition<2> work_at;
+template <class Config>
+__device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& shared, int turn) {
   int ahead = turn;  // steps until this warp's next one
-  tile::RingPosition<kStatsStages> at;
+  tile::RingPosition<Config::kStatsStages> at;
   for (int n = 0; n < turn; ++n) at.advance();
   const int lane = threadIdx.x % 32;
-  while (true) {
-    shared.work_ring.wait_full(work_at);
-    const Work work = shared.work[work_at.stage];
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
-    work_at.advance();
+  for (std::uint32_t item = 0;; ++item) {
+    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
+    const Work work = shared.work[item % 2];
+    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
     if (work.last) return;
     const Document& d = work.document;
     const int num_steps = work.visits.size();
@@ -221,7 +193,7 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
       return params.tile_scales[slot / stages::kSlotAlignment];
     };
     int i = ahead;
-    for (; i < total; i += kStatsWarps) {
+    for (; i < total; i += Config::kStatsWarps) {
       const int head = work.item.head * params.queries_per_key_head + i / num_steps;
       const int s = work.visits.begin + i % num_steps;
       const std::int64_t slots = head * params.q_slots + d.q_slot;
@@ -286,7 +258,7 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage& shared, 
       // Every lane wrote, so every lane arrives.
       ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
 #pragma unroll
-      for (int n = 0; n < kStatsWarps; ++n) at.advance();
+      for (int n = 0; n < Config::kStatsWarps; ++n) at.advance();
     }
     ahead = i - total;
   }
@@ -299,7 +271,7 @@ struct StepPairs {
   uint4 addend[2], delta[2];
 
   /// q: the lane's place in its quad.
-  __device__ __forceinline__ void load(const SharedStorage::Stats& stats, std::uint32_t q) {
+  __device__ __forceinline__ void load(const StepStats& stats, std::uint32_t q) {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
       addend[v] = *reinterpret_cast<const uint4*>(&stats.addend_pairs[pair_word(4 * v, q)]);
@@ -312,112 +284,215 @@ struct StepPairs {
   }
 };
 
-/// Codes of P and dS of one step: operands of two MMAs of 32 queries.
-struct Codes {
+/// Codes of P and dS of one step: operands of two MMAs of 32 queries. With DsScale::kRow dS itself
+/// waits in the registers of dP until its largest magnitudes are known.
+struct StepCodes {
   std::uint32_t p[2][4], ds[2][4];
+  float largest[2] = {0, 0};
 };
 
-__device__ __forceinline__ bool sees(Range queries, int query) {
-  return queries.begin <= query and query < queries.end;
+/// What the scores and dP of a key are multiplied with, for queries of one EQ.
+struct KeyFactors {
+  float a, f;
+};
+
+__device__ __forceinline__ KeyFactors factors_of(const KeyFacts& key, Exponent eq, Exponent c,
+                                                 Exponent r, float score_scale) {
+  const Exponent ek = Exponent::stored(static_cast<std::int8_t>(key.ek));
+  const Exponent ev = Exponent::stored(static_cast<std::int8_t>(key.ev));
+  return {stages::score_factor(score_scale, eq, ek), stages::dkv_gradient_factor(c, ev, eq, r)};
 }
 
-/// Phase of a plain step: factors a and F of the thread's two keys, addends and D' in pairs.
-template <bool kMasked>
-__device__ __forceinline__ void phase_plain(const float (&s)[32], const float (&dp)[32],
-                                            const StepPairs& pairs, const float (&a)[2],
-                                            const float (&f)[2], const KeyFacts* keys,
-                                            int first_query, Codes& codes) {
-  // Columns of the step from which each key is seen, counted from the thread's first.
-  Range seen[2];
-  if constexpr (kMasked) {
+/// Columns of the step from which each of the thread's keys is seen, counted from the thread's
+/// first.
+struct SeenColumns {
+  Range key[2];
+
+  __device__ __forceinline__ SeenColumns(const KeyFacts* keys, int first_query) {
     const int first = first_query + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      seen[h] = {keys[8 * h].visible.begin - first, keys[8 * h].visible.end - first};
+      key[h] = {keys[8 * h].visible.begin - first, keys[8 * h].visible.end - first};
     }
   }
+};
+
+/// Phase of a pair of 8-query blocks, four queries of the thread: factors(h, e) are those of key h
+/// and query e. seen: null without masks.
+template <class Config, class Factors>
+__device__ __forceinline__ void phase_pair(int pair, const float (&s)[32], float (&dp)[32],
+                                           const float (&addend)[4], const float (&delta)[4],
+                                           const Factors& factors, const SeenColumns* seen,
+                                           StepCodes& codes) {
 #pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {  // of 8-query blocks
-    float addend[4], delta[4];
+  for (int h = 0; h < 2; ++h) {
+    float t[4], ds[4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      ptx::from_fp16x2(StepPairs::word(pairs.addend, 2 * pair + n), addend[2 * n],
-                       addend[2 * n + 1]);
-      ptx::from_fp16x2(StepPairs::word(pairs.delta, 2 * pair + n), delta[2 * n], delta[2 * n + 1]);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float t[4], ds[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
-        t[e] = stages::probability<DeviceOps>(s[i], a[h], addend[e]);
-        ds[e] = stages::dkv_ds<DeviceOps>(t[e], dp[i], f[h], delta[e]);
-        if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) t[e] = ds[e] = 0.0f;
+    for (int e = 0; e < 4; ++e) {
+      const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
+      const KeyFactors by = factors(h, e);
+      t[e] = stages::probability<DeviceOps>(s[i], by.a, addend[e]);
+      ds[e] = stages::dkv_ds<DeviceOps>(t[e], dp[i], by.f, delta[e]);
+      if (seen != nullptr and not sees(seen->key[h], 16 * pair + 8 * (e / 2) + e % 2)) {
+        t[e] = ds[e] = 0.0f;
       }
-      codes.p[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]);
+      if constexpr (Config::kRowScale) {
+        dp[i] = ds[e];
+        codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
+      }
+    }
+    codes.p[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]);
+    if constexpr (not Config::kRowScale) {
       codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
     }
   }
 }
 
-/// Phase of any step: factors of every query in the loop, addends in FP32. The same bits as
-/// phase_plain where both apply.
-__device__ __forceinline__ void phase_general(const float (&s)[32], const float (&dp)[32],
-                                              const SharedStorage::Stats& stats,
-                                              const KeyFacts* keys, int first_query,
-                                              float score_scale, Codes& codes) {
+/// Phase of a plain or masked step: one EQ, addends in FP16 pairs.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32],
+                                            const StepPairs& pairs, const KeyFactors (&factors)[2],
+                                            const KeyFacts* keys, int first_query,
+                                            std::uint32_t zero, StepCodes& codes) {
+  const SeenColumns seen(keys, first_query);
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    float addend[4], delta[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      std::uint32_t addends = StepPairs::word(pairs.addend, 2 * pair + n);
+      std::uint32_t deltas = StepPairs::word(pairs.delta, 2 * pair + n);
+      if (Config::kSpread and pair > 0) {
+        // t waits for the codes of the first key's t of the pair before, dS for the second's.
+        const std::uint32_t* const before = codes.p[(pair - 1) / 2] + 2 * ((pair - 1) % 2);
+        addends = ptx::after(addends, before[0], zero);
+        deltas = ptx::after(deltas, before[1], zero);
+      }
+      ptx::from_fp16x2(addends, addend[2 * n], addend[2 * n + 1]);
+      ptx::from_fp16x2(deltas, delta[2 * n], delta[2 * n + 1]);
+    }
+    phase_pair<Config>(
+        pair, s, dp, addend, delta, [&](int h, int) { return factors[h]; },
+        kMasked ? &seen : nullptr, codes);
+  }
+}
+
+/// Phase of any step: addends in FP32, factors of every 32 queries, or of every query where these
+/// have not one EQ. The same bits as phase_plain where both apply.
+template <class Config>
+__device__ __forceinline__ void phase_general(const float (&s)[32], float (&dp)[32],
+                                              const StepStats& stats, const KeyFacts* keys,
+                                              int first_query, float score_scale,
+                                              StepCodes& codes) {
+  const SeenColumns seen(keys, first_query);
   const int column = 2 * (threadIdx.x % 4);
   const Exponent c = exponent_of(stats.facts.c);
   const Exponent r = exponent_of(stats.facts.r);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    float t[16], ds[16];
+    const std::int8_t* const eq = stats.eq + 32 * k;
+    const bool uniform = __all_sync(0xFFFFFFFFu, eq[threadIdx.x % 32] == eq[0]);
+    const auto phases = [&](const auto& factors_at) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int i = 16 * k + j;
-      const KeyFacts& key = keys[8 * tile::fragment_half(i)];
-      const int query = 8 * (i >> 2) + column + (i & 1);
-      const Exponent eq = Exponent::stored(stats.eq[query]);
-      const Exponent ek = Exponent::stored(static_cast<std::int8_t>(key.ek));
-      const Exponent ev = Exponent::stored(static_cast<std::int8_t>(key.ev));
-      float delta[2];
-      ptx::from_fp16x2(stats.delta_pairs[pair_word(i >> 2, threadIdx.x % 4)], delta[0], delta[1]);
-      const float a = stages::score_factor(score_scale, eq, ek);
-      const float f = stages::dkv_gradient_factor(c, ev, eq, r);
-      t[j] = stages::probability<DeviceOps>(s[i], a, stats.addend[query]);
-      ds[j] = stages::dkv_ds<DeviceOps>(t[j], dp[i], f, delta[i & 1]);
-      if (not sees(key.visible, first_query + query)) t[j] = ds[j] = 0.0f;
+      for (int pair = 2 * k; pair < 2 * k + 2; ++pair) {
+        float addend[4], delta[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float2 addends =
+              *reinterpret_cast<const float2*>(stats.addend + 16 * pair + 8 * n + column);
+          addend[2 * n] = addends.x;
+          addend[2 * n + 1] = addends.y;
+          ptx::from_fp16x2(stats.delta_pairs[pair_word(2 * pair + n, column / 2)], delta[2 * n],
+                           delta[2 * n + 1]);
+        }
+        phase_pair<Config>(
+            pair, s, dp, addend, delta,
+            [&](int h, int e) {
+              return factors_at(h, 16 * (pair % 2) + 8 * (e / 2) + column + e % 2);
+            },
+            &seen, codes);
+        __syncwarp();  // one pair's loads at a time: registers are few
+      }
+    };
+    const auto factors_of_key = [&](int h, int query) {
+      return factors_of(keys[8 * h], Exponent::stored(eq[query]), c, r, score_scale);
+    };
+    if (uniform) {
+      const KeyFactors factors[2] = {factors_of_key(0, 0), factors_of_key(1, 0)};
+      phases([&](int h, int) { return factors[h]; });
+    } else {
+      phases(factors_of_key);
     }
-    tile::pack_operand(codes.p[k], t);
-    tile::pack_operand(codes.ds[k], ds);
   }
 }
 
-__device__ void attend(const BackwardParams& params, SharedStorage& shared, int consumer) {
+/// For tests: the codes of a step as CodeDump says.
+__device__ __forceinline__ void dump_codes(const BackwardParams& params, const Document& d,
+                                           int head, int first_query, int first_key,
+                                           const StepCodes& codes) {
+  const auto put = [&](std::uint8_t* to, const std::uint32_t(&operands)[2][4]) {
+    if (to == nullptr) return;
+    for (int k = 0; k < 2; ++k) {
+      for_each_code(operands[k], [&](int half, int column, std::uint8_t code) {
+        const int query = first_query + 32 * k + column;
+        const int key = first_key + tile::fragment_row(threadIdx.x % 128, half);
+        if (query >= d.q_len or key >= d.k_len) return;
+        to[(head * params.total_q + d.q_token + query) * params.dump.keys + key] = code;
+      });
+    }
+  };
+  put(params.dump.t, codes.p);
+  put(params.dump.ds_dkv, codes.ds);
+}
+
+/// FP32 sums of a warpgroup's dV or dK, as the Config places them.
+template <class Config, bool kOfDk>
+__device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStorage<Config>& shared,
+                                        int consumer) {
+  constexpr SumPlace kPlace = kOfDk ? Config::kDkSums : Config::kDvSums;
+  float4* const global =
+      params.sums + ((blockIdx.x * Config::kConsumers + consumer) * 2 + kOfDk) * Config::kFloat4s;
+  auto& local = shared.sums[consumer];
+  if constexpr (kPlace == SumPlace::kStaged) {
+    return Sums<Config::kOutputs>{global, local[0], 1 + consumer};
+  } else {
+    constexpr int kLocal = kOfDk ? Config::kSharedSums - 1 : 0;
+    float4* const sums = kPlace == SumPlace::kShared ? local[kLocal] : global;
+    return OwnSums<Config::kOutputs>{sums + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
+  }
+}
+
+/// DsScale::kRow: whether any of the 32 keys that the CPU takes at once sees a query of the step.
+/// Only then does the step add to their dK; it matters where the scale is NaN.
+__device__ __forceinline__ bool block_sees_step(const Mask& mask, const Document& d, int key,
+                                                int step) {
+  constexpr int kBlock = 32;
+  const int first = key / kBlock * kBlock;
+  if (first >= d.k_len) return false;
+  const int last = min(first + kBlock, d.k_len) - 1;
+  return visible_queries(mask, d.q_len, d.k_len, first).begin < (step + 1) * kQueryStep and
+         visible_queries(mask, d.q_len, d.k_len, last).end > step * kQueryStep;
+}
+
+template <class Config>
+__device__ void attend(const BackwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int thread = threadIdx.x % 128;
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
   const std::uint32_t quad_lane = ptx::opaque(threadIdx.x % 4);
   const int warp = thread / 32;
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> key_at;
   tile::RingPosition<Config::kStages> at;
-  tile::RingPosition<kStatsStages> stats_at;
+  tile::RingPosition<Config::kStatsStages> stats_at;
   // Made where they are used: they would cost registers in the loop.
-  const auto sums = [&](bool of_dk) {
-    constexpr int kFloat4s = 64 * Config::kDim / 4;
-    return Sums<Config::kDim / 2>{
-        params.sums + blockIdx.x * Config::kSumsPerCta + (2 * consumer + of_dk) * kFloat4s,
-        shared.staging[consumer], 1 + consumer};
-  };
+  const auto dv_sums = [&] { return sums_of<Config, false>(params, shared, consumer); };
+  const auto dk_sums = [&] { return sums_of<Config, true>(params, shared, consumer); };
   const std::uint32_t k_tile = ptx::shared_address(shared.k) + consumer * 64 * Config::kDim;
   const std::uint32_t v_tile = ptx::shared_address(shared.v) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kQueryStep>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
-  while (true) {
-    shared.work_ring.wait_full(work_at);
-    const Work& work = shared.work[work_at.stage];
+  for (std::uint32_t item = 0;; ++item) {
+    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
+    const Work& work = shared.work[item % 2];
     if (work.last) return;
     const Document& d = work.document;
     const int total = work.visits.size() * params.queries_per_key_head;
@@ -435,22 +510,21 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       }
     }
     __syncwarp();
-    float dv[64], dk[64], s[32], dp[32];
-    int keep_dv = 0, keep_dk = 0;
+    float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
     bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
     int c_now = 0, r_now = 0;
-    float a[2] = {0, 0}, f[2] = {0, 0};
+    KeyFactors factors[2] = {};
 #pragma unroll
-    for (int i = 0; i < 64; ++i) dv[i] = dk[i] = 0.0f;
+    for (int i = 0; i < Config::kOutputs; ++i) dv[i] = dk[i] = 0.0f;
 
-    const auto scores = [&](const SharedStorage::Stage& stage) {
-      const std::uint64_t kd = tile::k_major_descriptor(tile::Swizzle::k128, k_tile);
-      const std::uint64_t vd = tile::k_major_descriptor(tile::Swizzle::k128, v_tile);
+    const auto scores = [&](const typename SharedStorage<Config>::Stage& stage) {
+      const std::uint64_t kd = tile::k_major_descriptor(Config::kRowSwizzle, k_tile);
+      const std::uint64_t vd = tile::k_major_descriptor(Config::kRowSwizzle, v_tile);
       const std::uint64_t qd =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.q));
+          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.q));
       const std::uint64_t gd =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.g));
+          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.g));
       Scores::fresh_ss(s, kd, qd);
 #pragma unroll
       for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
@@ -471,8 +545,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const auto release_keys = [&] {
       if (leader) ptx::mbarrier_arrive(shared.key_ring.empty_at(0));
     };
-    shared.key_ring.wait_full(key_at);
-    key_at.advance();
+    shared.key_ring.wait_full(tile::RingPosition<1>::after(item));
     if (total > 0) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
@@ -490,7 +563,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     int step = work.visits.begin;
     const int steps_end = work.visits.end;
     for (int i = 0; i < total; ++i) {
+      int keep_dv = 1;  // what is in the accumulator; so below
+      int keep_dk = Config::kRowScale ? 0 : 1;
       if ((flags & StepFacts::kRare) != 0) {
+        if (i == 0) keep_dv = keep_dk = 0;
         const StepFacts facts = shared.stats[stats_at.stage].facts;
         const bool head_begins = step == work.visits.begin;
         const Exponent c_old = exponent_of(c_now), c = exponent_of(facts.c);
@@ -498,25 +574,25 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         const bool head_ends = head_begins and i > 0;
         if (keep_dv and (head_ends or stages::promotes_dv(step, consumer))) {
           const float scale = stages::output_factor(c_old);
-          sums(false).promote(dv, {scale, scale}, dv_started);
+          dv_sums().promote(dv, {scale, scale}, dv_started);
           dv_started = true;
           keep_dv = 0;
         } else if (keep_dv and facts.c != c_now) {
           const float change = stages::factor(c_old - c);
 #pragma unroll
-          for (int j = 0; j < 64; ++j) {
+          for (int j = 0; j < Config::kOutputs; ++j) {
             dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
           }
         }
         if (keep_dk and (head_ends or stages::promotes_dk(step, consumer))) {
           const float scale = stages::factor(r_old);
-          sums(true).promote(dk, {scale, scale}, dk_started);
+          dk_sums().promote(dk, {scale, scale}, dk_started);
           dk_started = true;
           keep_dk = 0;
         } else if (keep_dk and facts.r != r_now) {
           const float change = stages::factor(r_old - r);
 #pragma unroll
-          for (int j = 0; j < 64; ++j) {
+          for (int j = 0; j < Config::kOutputs; ++j) {
             dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
           }
         }
@@ -525,28 +601,41 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         const Exponent eq = Exponent::stored(static_cast<std::int8_t>(facts.eq));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const Exponent ek = Exponent::stored(static_cast<std::int8_t>(keys[8 * h].ek));
-          const Exponent ev = Exponent::stored(static_cast<std::int8_t>(keys[8 * h].ev));
-          a[h] = stages::score_factor(params.score_scale, eq, ek);
-          f[h] = stages::dkv_gradient_factor(c, ev, eq, r);
+          factors[h] = factors_of(keys[8 * h], eq, c, r, params.score_scale);
         }
       }
 
       const int first_query = step * kQueryStep;
-      Codes codes;
+      StepCodes codes;
       const Phase phase = StepFacts::phase(flags, consumer);
       if (phase == Phase::kPlain) {
-        phase_plain<false>(s, dp, pairs, a, f, keys, first_query, codes);
+        phase_plain<Config, false>(s, dp, pairs, factors, keys, first_query, params.zero, codes);
       } else if (phase == Phase::kMasked) {
-        phase_plain<true>(s, dp, pairs, a, f, keys, first_query, codes);
+        phase_plain<Config, true>(s, dp, pairs, factors, keys, first_query, params.zero, codes);
       } else {
-        phase_general(s, dp, shared.stats[stats_at.stage], keys, first_query, params.score_scale,
-                      codes);
+        phase_general<Config>(s, dp, shared.stats[stats_at.stage], keys, first_query,
+                              params.score_scale, codes);
+      }
+      float dk_scale[2];  // DsScale::kRow: of the step's part of dK
+      if constexpr (Config::kRowScale) {
+        const Exponent r = exponent_of(r_now);
+        encode_by_row(dp, codes.largest, {r, r}, codes.ds, dk_scale);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (not block_sees_step(params.mask, d, first_key + tile::fragment_row(thread, h),
+                                  step)) {
+            dk_scale[h] = 0.0f;
+          }
+        }
+      }
+      if constexpr (Config::kDumpCodes) {
+        const int head = work.item.head * params.queries_per_key_head + i / work.visits.size();
+        dump_codes(params, d, head, first_query, first_key, codes);
       }
 
       // Statistics of the next step are read before the block: while it runs, the tensor cores take
       // all of shared memory's bandwidth.
-      tile::RingPosition<kStatsStages> next_stats = stats_at;
+      tile::RingPosition<Config::kStatsStages> next_stats = stats_at;
       next_stats.advance();
       if (i + 1 < total) {
         shared.stats_ring.wait_full(next_stats);
@@ -555,10 +644,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       }
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
-      const std::uint64_t gt =
-          tile::k_major_descriptor(tile::Swizzle::k64, ptx::shared_address(stage.g_transposed));
-      const std::uint64_t qt =
-          tile::k_major_descriptor(tile::Swizzle::k64, ptx::shared_address(stage.q_transposed));
+      const std::uint64_t gt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                        ptx::shared_address(stage.g_transposed));
+      const std::uint64_t qt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                        ptx::shared_address(stage.q_transposed));
       ptx::wgmma_fence();
       Gradients::rs(dv, codes.p[0], gt, keep_dv);
       Gradients::add_rs(dv, codes.p[1], gt + tile::kDescriptorStepK32);
@@ -569,48 +658,56 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
       // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
       __syncwarp();
-      if (leader) ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
+      if (leader or Config::kEveryLaneArrives) {
+        ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
+      }
       stats_at = next_stats;
       if (++step == steps_end) step = work.visits.begin;
+      if constexpr (Config::kRowScale) {
+        // The next scores are multiplied while dK is added.
+        ptx::wgmma_wait_group<2>();
+        ptx::pin(dk);
+        dk_sums().promote(dk, dk_scale, dk_started);
+        dk_started = true;
+      }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dv);
       ptx::pin(dk);
-      keep_dv = keep_dk = 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
       if (i + 2 == total) release_keys();
     }
     const int row = work.item.first + 64 * consumer + 16 * warp;
     std::uint16_t* const staging =
-        reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
-    sums(false).settle();
-    const float c_scale = keep_dv ? stages::output_factor(exponent_of(c_now)) : 0.0f;
-    const float r_scale = keep_dk ? stages::factor(exponent_of(r_now)) : 0.0f;
-    sums(false).finish(dv, {c_scale, c_scale}, dv_started);
+        reinterpret_cast<std::uint16_t*>(shared.sums[consumer][0] + warp * (Config::kFloat4s / 4));
+    dv_sums().settle(dv_started or dk_started);
+    const float c_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
+    const float r_scale =
+        total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
+    dv_sums().finish(dv, {c_scale, c_scale}, dv_started);
+    dk_sums().finish(dk, {r_scale, r_scale}, dk_started);
+    __syncwarp();  // rows are staged where sums were
     store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
                                   row, work.document.k_len);
-    sums(true).finish(dk, {r_scale, r_scale}, dk_started);
     finish_rotated(dk, params.softmax_scale, params.rotate);
     store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
                                   row, work.document.k_len);
-    // The next item's promotions write the staging memory of all warps.
-    ptx::named_barrier_sync(1 + consumer, 128);
-    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
-    work_at.advance();
+    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));  // every lane: it happens rarely
   }
 }
 
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dkv_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ std::uint8_t raw[];
-  auto& shared = *reinterpret_cast<SharedStorage*>(raw);
+  auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
   if (threadIdx.x == 0) {
-    shared.work_ring.initialise(4 * Config::kConsumers + kStatsWarps);
+    shared.work_ring.initialise(128 * Config::kConsumers + 32 * Config::kStatsWarps);
     shared.key_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
-    shared.stats_ring.initialise(4 * Config::kConsumers, 32);
+    shared.stats_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers, 32);
     ptx::fence_mbarrier_init();
   }
   // Rows of stages that the first items never fill must hold finite codes.

@@ -12,9 +12,10 @@
 #pragma once
 
 #include "kernels/sm90/backward.h"
+#include "kernels/sm90/backward_dq/config.h"
+#include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
-#include "kernels/sm90/registers.h"
 #include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
@@ -30,20 +31,6 @@ namespace mxattn::kernels::sm90::dq {
 using stages::Exponent;
 using stages::kKeyTile;
 
-struct Config {
-  static constexpr int kDim = 128;
-  static constexpr int kConsumers = 2;  // warpgroups, 64 queries each
-  static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kStages = 2;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
-  static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
-};
-
-inline constexpr int kExponentSlots = 4;
-static_assert(kExponentSlots >= Config::kStages + 2);
-
 /// What rarely matters of a query row: kept in shared memory, where it costs no register.
 struct RowFacts {
   Range visible;  // keys; empty for rows past the document's end
@@ -53,6 +40,7 @@ struct RowFacts {
   std::int32_t r;  // of the accumulator; kNoScale before the first chunk that the row sees
 };
 
+template <class Config>
 struct alignas(1024) SharedStorage {
   std::uint8_t q[Config::kRows * Config::kDim];  // of the item
   std::uint8_t g[Config::kRows * Config::kDim];
@@ -63,15 +51,14 @@ struct alignas(1024) SharedStorage {
     std::uint8_t k_transposed[Config::kDim * kKeyTile];
   } stages[Config::kStages];
   std::uint32_t facts[Config::kStages];  // beside the rows of tile t: TileFacts
-  // Exponents of tiles that are not uniform, by the number of the tile in the order of the CTA.
-  // NOTE: no barrier of their own. They arrive with the rows of tile t; phase t reads them after
-  // that stage has been handed back, and they are overwritten kExponentSlots tiles on, whose stage
-  // needs block t + 1 to be over.
-  alignas(16) std::int8_t ek[kExponentSlots][kKeyTile];
-  alignas(16) std::int8_t ev[kExponentSlots][kKeyTile];
-  // Promotions, 64 queries x d in FP32 a warpgroup; in the epilogue BF16 rows, each warp its
-  // own 16.
-  float4 staging[Config::kConsumers][64 * Config::kDim / 4];
+  // Exponents of tiles that are not uniform. NOTE: no barrier of their own. They arrive with the
+  // rows of tile t; phase t reads them after that stage has been handed back, and they are
+  // overwritten twice as many blocks on as there are stages, which needs block t + 1 to be over.
+  alignas(16) std::int8_t ek[2 * Config::kStages][kKeyTile];
+  alignas(16) std::int8_t ev[2 * Config::kStages][kKeyTile];
+  // 64 queries x d in FP32 a warpgroup: promotions on their way to L2, or sums. In the epilogue
+  // BF16 rows, each warp its own 16 in its part.
+  float4 sums[Config::kConsumers][Config::kFloat4s];
   RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
   Work work[2];                     // the item at hand and the next
   Range whole[Config::kConsumers];  // the producer's own: tiles whose keys all rows see
@@ -80,20 +67,19 @@ struct alignas(1024) SharedStorage {
   tile::RingBarriers<Config::kStages> operand_ring;
 };
 
-/// How a phase goes.
-enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral };
-
 /// What the phase of a key tile wants to know, in one word: EK and EV of its first key, whether
-/// something rare is due before it, and how it goes in each warpgroup.
+/// something rare is due before it, how it goes in each warpgroup, and where its exponents lie.
 struct TileFacts {
   static constexpr std::uint32_t kExponents = 0xFFFFu;
-  static constexpr std::uint32_t kRare = 1u << 16;  // a chunk may begin or a promotion be due
+  // A chunk may begin, a promotion be due, or EK and EV are others than in the tile before.
+  static constexpr std::uint32_t kRare = 1u << 16;
 
-  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, bool rare,
-                                                       Phase phase0, Phase phase1) {
+  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, Phase phase0,
+                                                       Phase phase1, int slot) {
     return static_cast<std::uint8_t>(ek) |
-           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev)) << 8 | (rare ? kRare : 0u) |
-           static_cast<std::uint32_t>(phase0) << 17 | static_cast<std::uint32_t>(phase1) << 19;
+           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev)) << 8 |
+           static_cast<std::uint32_t>(phase0) << 17 | static_cast<std::uint32_t>(phase1) << 19 |
+           static_cast<std::uint32_t>(slot) << 21;
   }
   __device__ __forceinline__ static std::int8_t ek(std::uint32_t facts) {
     return static_cast<std::int8_t>(facts & 0xFFu);
@@ -104,6 +90,8 @@ struct TileFacts {
   __device__ __forceinline__ static Phase phase(std::uint32_t facts, int consumer) {
     return static_cast<Phase>((facts >> (17 + 2 * consumer)) & 3u);
   }
+  /// Of the arrays of exponents.
+  __device__ __forceinline__ static int slot(std::uint32_t facts) { return facts >> 21; }
 };
 
 /// Tiles of which every row of 64 from `first_row` sees all keys.
@@ -116,48 +104,71 @@ __device__ __forceinline__ Range whole_tiles(const Mask& mask, const Document& d
 
 // ---- producer ---------------------------------------------------------------------------------
 
-__device__ void load(const BackwardParams& params, SharedStorage& shared) {
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> query_at;
+/// Whether the first `count` of a tile's stored exponents agree.
+template <class Config>
+__device__ __forceinline__ bool is_uniform(const std::int8_t* exponents, int count) {
+  if constexpr (Config::kMonotone) return exponents[0] == exponents[count - 1];
+  // A warp, four keys a lane. NOTE: tiles start at multiples of 16 slots.
+  const int first = 4 * static_cast<int>(threadIdx.x % 32);
+  bool same = true;
+  if (first < count) {
+    const char4 own = *reinterpret_cast<const char4*>(exponents + first);
+    const int e = exponents[0];
+    same = own.x == e and (first + 1 >= count or own.y == e) and
+           (first + 2 >= count or own.z == e) and (first + 3 >= count or own.w == e);
+  }
+  return __all_sync(0xFFFFFFFFu, same);
+}
+
+/// Items, Q and G, and the operands of every block: one thread. Where tables are not monotone a
+/// warp, whose other lanes help to look at exponents.
+template <class Config>
+__device__ void load(const BackwardParams& params, SharedStorage<Config>& shared) {
+  std::uint32_t item = 0;  // of the CTA's
   tile::RingPosition<Config::kStages> at;
-  std::uint32_t tile_number = 0;
-  while (true) {
-    const Work taken = take_work<false>(params);
-    shared.work_ring.wait_empty(work_at);
-    // Read back where it is needed: the loop has few registers.
-    Work& work = shared.work[work_at.stage];
-    work = taken;
-    ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
-    work_at.advance();
+  const bool leads = Config::kMonotone or threadIdx.x % 32 == 0;
+  for (;; ++item) {
+    const auto work_at = tile::RingPosition<2>::after(item);
+    if (leads) {
+      place_work<false>(params, shared.work, shared.work_ring, work_at);
+      ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
+    }
+    if constexpr (not Config::kMonotone) __syncwarp();
+    const Work& work = shared.work[work_at.stage];
     if (work.last) return;
     const Document& d = work.document;
     const int query_slot = static_cast<int>(d.q_slot) + work.item.first;
-    shared.query_ring.wait_empty(query_at);
-    const std::uint32_t query_full = shared.query_ring.full_at(0);
-    ptx::mbarrier_arrive_expect(query_full, sizeof(shared.q) + sizeof(shared.g));
-    ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
-                        query_full);
-    ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
-                        query_full);
-    query_at.advance();
+    if (leads) {
+      shared.query_ring.wait_empty(tile::RingPosition<1>::after(item));
+      const std::uint32_t query_full = shared.query_ring.full_at(0);
+      ptx::mbarrier_arrive_expect(query_full, sizeof(shared.q) + sizeof(shared.g));
+      ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
+                          query_full);
+      ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
+                          query_full);
+    }
     if (work.visits.empty()) continue;
 
-    shared.whole[0] = whole_tiles(params.mask, d, work.item.first);
-    shared.whole[1] = whole_tiles(params.mask, d, work.item.first + 64);
+    if (leads) {
+      shared.whole[0] = whole_tiles(params.mask, d, work.item.first);
+      shared.whole[1] = whole_tiles(params.mask, d, work.item.first + 64);
+    }
+    if constexpr (not Config::kMonotone) __syncwarp();
+    std::uint32_t facts = 0;  // of the tile whose rows were loaded last
     for (int t = work.visits.begin - 1; t < work.visits.end; ++t) {
       // Rows of tile t + 1, transpose of tile t.
       const int next = t + 1;
       const bool rows = next < work.visits.end;
       const bool transposes = t >= work.visits.begin;
       const int slot = static_cast<int>(d.k_slot) + t * kKeyTile;
-      std::uint32_t facts = 0;
+      const int exponents_slot = at.stage + Config::kStages * static_cast<int>(at.parity);
       std::int64_t offset = 0;
       int bytes = 0;  // of exponents
       if (rows) {
         offset = work.key_head * params.k_slots + slot + kKeyTile;
-        const std::int64_t last = offset + min(kKeyTile, d.k_len - next * kKeyTile) - 1;
-        const std::int8_t ek = params.k_exponents[offset], ev = params.v_exponents[offset];
-        const bool uniform = ek == params.k_exponents[last] and ev == params.v_exponents[last];
+        const int keys = min(kKeyTile, d.k_len - next * kKeyTile);
+        const bool uniform = is_uniform<Config>(params.k_exponents + offset, keys) and
+                             is_uniform<Config>(params.v_exponents + offset, keys);
         const bool rare = next == work.visits.begin or next % 8 == 7 or
                           next * kKeyTile == stages::chunk_begin(stages::chunk_of(next * kKeyTile));
         const auto phase = [&](Range whole) {
@@ -165,35 +176,40 @@ __device__ void load(const BackwardParams& params, SharedStorage& shared) {
                  : whole.contains(next) ? Phase::kPlain
                                         : Phase::kMasked;
         };
-        facts = TileFacts::pack(ek, ev, rare, phase(shared.whole[0]), phase(shared.whole[1]));
+        const std::uint32_t before = facts;
+        facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset],
+                                phase(shared.whole[0]), phase(shared.whole[1]), exponents_slot);
+        if (rare or ((facts ^ before) & TileFacts::kExponents) != 0) facts |= TileFacts::kRare;
         // The last tile of the last document may end before 128 slots do.
         if (not uniform) {
           bytes = static_cast<int>(
               min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
         }
       }
-      shared.operand_ring.wait_empty(at);
-      auto& stage = shared.stages[at.stage];
-      const std::uint32_t full = shared.operand_ring.full_at(at.stage);
-      shared.facts[at.stage] = facts;
-      ptx::mbarrier_arrive_expect(full, (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
-                                            (transposes ? sizeof(stage.k_transposed) : 0));
-      if (rows) {
-        ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
-                            work.key_head, full);
-        ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot + kKeyTile,
-                            work.key_head, full);
-        if (bytes > 0) {
-          ptx::copy_bulk(ptx::shared_address(shared.ek[tile_number % kExponentSlots]),
-                         params.k_exponents + offset, bytes, full);
-          ptx::copy_bulk(ptx::shared_address(shared.ev[tile_number % kExponentSlots]),
-                         params.v_exponents + offset, bytes, full);
+      if (leads) {
+        shared.operand_ring.wait_empty(at);
+        auto& stage = shared.stages[at.stage];
+        const std::uint32_t full = shared.operand_ring.full_at(at.stage);
+        shared.facts[at.stage] = facts;
+        ptx::mbarrier_arrive_expect(full,
+                                    (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
+                                        (transposes ? sizeof(stage.k_transposed) : 0));
+        if (rows) {
+          ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
+                              work.key_head, full);
+          ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot + kKeyTile,
+                              work.key_head, full);
+          if (bytes > 0) {
+            ptx::copy_bulk(ptx::shared_address(shared.ek[exponents_slot]),
+                           params.k_exponents + offset, bytes, full);
+            ptx::copy_bulk(ptx::shared_address(shared.ev[exponents_slot]),
+                           params.v_exponents + offset, bytes, full);
+          }
         }
-        ++tile_number;
-      }
-      if (transposes) {
-        ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed, slot, 0,
-                            work.key_head, full);
+        if (transposes) {
+          ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed, slot,
+                              0, work.key_head, full);
+        }
       }
       at.advance();
     }
@@ -209,12 +225,6 @@ struct RowFactors {
   float delta[2];   // D''
 };
 
-__device__ __forceinline__ Exponent exponent_of(std::int32_t value) {
-  return value == cuda::kNanScale ? Exponent(0, true) : Exponent(value);
-}
-__device__ __forceinline__ std::int32_t value_of(Exponent e) {
-  return e.nan ? cuda::kNanScale : e.value;
-}
 /// The exponent of the row's accumulator; rows that have seen nothing have none, and it is 0.
 __device__ __forceinline__ Exponent scale_of(const RowFacts& row) {
   return row.r == cuda::kNoScale ? Exponent(0) : exponent_of(row.r);
@@ -229,81 +239,174 @@ __device__ __forceinline__ void set_factors(RowFactors& factors, int h, const Ro
   factors.delta[h] = stages::dq_delta(row.delta, eg, ev);
 }
 
-__device__ __forceinline__ bool sees(Range keys, int key) {
-  return keys.begin <= key and key < keys.end;
-}
+/// Codes of dS of one tile: operands of four MMAs of 32 keys. With DsScale::kRow dS itself waits in
+/// the registers of dP until its largest magnitudes are known.
+struct TileCodes {
+  std::uint32_t ds[4][4];
+  float largest[2] = {0, 0};
+};
 
-using Codes = std::uint32_t[4][4];
+template <class Config>
 using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
 
-/// Phase of a tile whose keys share EK and EV.
-template <bool kMasked>
-__device__ __forceinline__ void phase_uniform(const float (&s)[64], const float (&dp)[64],
-                                              const RowFactors& factors, const RowFacts* rows,
-                                              int first_key, Codes& codes) {
-  // Columns of the tile that each row sees, counted from the thread's first.
-  Range seen[2];
-  if constexpr (kMasked) {
+/// Columns of the tile that each of the thread's rows sees, counted from the thread's first.
+struct SeenColumns {
+  Range row[2];
+
+  __device__ __forceinline__ SeenColumns(const RowFacts* rows, int first_key) {
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      seen[h] = {rows[8 * h].visible.begin - first, rows[8 * h].visible.end - first};
+      row[h] = {rows[8 * h].visible.begin - first, rows[8 * h].visible.end - first};
     }
   }
+};
+
+/// Phase of block k of a tile: 32 keys that share EK and EV. seen: null without masks.
+template <class Config>
+__device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (&dp)[64],
+                                            const RowFactors& factors, const SeenColumns* seen,
+                                            std::uint32_t zero, TileCodes& codes) {
 #pragma unroll
-  for (int pair = 0; pair < 8; ++pair) {  // of 8-key blocks
+  for (int pair = 2 * k; pair < 2 * k + 2; ++pair) {  // of 8-key blocks
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float ds[4];
+      float addend = factors.addend[h], delta = factors.delta[h];
+      if constexpr (Config::kSpread and not Config::kRowScale) {
+        // p waits for codes that were formed four words before, dS for those right before.
+        const auto word = [&](int n) { return codes.ds[n / 4][n % 4]; };
+        const int n = 2 * pair + h;
+        if (n >= 4) addend = ptx::after(addend, word(n - 4), zero);
+        if (n >= 1) delta = ptx::after(delta, word(n - 1), zero);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
-        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
-        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-        if (kMasked and not sees(seen[h], 16 * pair + 8 * (e / 2) + e % 2)) ds[e] = 0.0f;
+        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], addend);
+        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], delta);
+        if (seen != nullptr and not sees(seen->row[h], 16 * pair + 8 * (e / 2) + e % 2)) {
+          ds[e] = 0.0f;
+        }
+        if constexpr (Config::kRowScale) {
+          dp[i] = ds[e];
+          codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
+        }
       }
-      codes[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+      if constexpr (not Config::kRowScale) {
+        codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+      }
     }
   }
 }
 
-/// Phase of any tile: factors of every key in the loop. The same bits as phase_uniform for a row
-/// whose visible keys share EK and EV.
-__device__ __forceinline__ void phase_general(const float (&s)[64], const float (&dp)[64],
+/// Phase of a tile whose keys share EK and EV.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
+                                              const RowFactors& factors, const RowFacts* rows,
+                                              int first_key, std::uint32_t zero, TileCodes& codes) {
+  const SeenColumns seen(rows, first_key);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    phase_block<Config>(k, s, dp, factors, kMasked ? &seen : nullptr, zero, codes);
+  }
+}
+
+/// Phase of any tile: factors of every block of 32 keys, or of every key of one that is not
+/// uniform. The same bits as phase_uniform for a row whose visible keys share EK and EV.
+template <class Config>
+__device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[64],
                                               const RowFacts* rows, int first_key,
-                                              const std::int8_t* ek, const std::int8_t* ev,
-                                              float score_scale, Codes& codes) {
+                                              const std::int8_t* tile_ek,
+                                              const std::int8_t* tile_ev, float score_scale,
+                                              std::uint32_t zero, TileCodes& codes) {
+  const SeenColumns seen(rows, first_key);
+  const int lane = threadIdx.x % 32;
   const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
+    const std::int8_t* const ek = tile_ek + 32 * k;
+    const std::int8_t* const ev = tile_ev + 32 * k;
+    RowFactors factors;
+    if (__all_sync(0xFFFFFFFFu, ek[lane] == ek[0] and ev[lane] == ev[0])) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        set_factors(factors, h, rows[8 * h], Exponent::stored(ek[0]), Exponent::stored(ev[0]),
+                    score_scale);
+      }
+      phase_block<Config>(k, s, dp, factors, &seen, zero, codes);
+      continue;
+    }
     float ds[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const int i = 16 * k + j;
       const int h = tile::fragment_half(i);
-      const int key = 8 * (i >> 2) + column + (i & 1);
-      RowFactors factors;
+      const int key = 8 * (j >> 2) + column + (j & 1);
       set_factors(factors, h, rows[8 * h], Exponent::stored(ek[key]), Exponent::stored(ev[key]),
                   score_scale);
       const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
       ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-      if (not sees(rows[8 * h].visible, first_key + key)) ds[j] = 0.0f;
+      if (not sees(seen.row[h], 8 * (i >> 2) + (i & 1))) ds[j] = 0.0f;
+      if constexpr (Config::kRowScale) {
+        dp[i] = ds[j];
+        codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
+      }
     }
-    tile::pack_operand(codes[k], ds);
+    if constexpr (not Config::kRowScale) tile::pack_operand(codes.ds[k], ds);
   }
 }
 
-/// r_i of the key chunk, for a row that sees a key of it; else r stays.
+/// Keys of the chunk that a row sees.
+__device__ __forceinline__ Range seen_in_chunk(const RowFacts& row, int chunk) {
+  return {max(row.visible.begin, stages::chunk_begin(chunk)),
+          min(row.visible.end, stages::chunk_end(chunk))};
+}
+
+/// The largest EK of the keys of the chunk that each of the thread's two rows sees; `ek` of the
+/// document's first key. Monotone: that of the last one. Else a warp looks at the keys that its
+/// rows share, and each quad at the few that only some of them see: a mask is a band, whose ends
+/// move by at most one a row. last_row: of the warp's 16, the last that the document holds, or less
+/// than 0.
+template <class Config>
+__device__ __forceinline__ void largest_exponents(const std::int8_t* ek, const RowFacts* rows,
+                                                  int last_row, int chunk, int (&largest)[2]) {
+  if constexpr (Config::kMonotone) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Range seen = seen_in_chunk(rows[8 * h], chunk);
+      largest[h] = seen.empty() ? 0 : ek[seen.end - 1];
+    }
+  } else {
+    const int lane = threadIdx.x % 32;
+    const RowFacts* const first = rows - lane / 4;  // of the warp
+    const Range shared{seen_in_chunk(first[max(last_row, 0)], chunk).begin,
+                       seen_in_chunk(first[0], chunk).end};
+    int most = -128;
+    for (int key = shared.begin + lane; key < shared.end; key += 32) most = max(most, int{ek[key]});
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Range seen = seen_in_chunk(rows[8 * h], chunk);
+      const Range inner = shared.empty() ? Range{seen.end, seen.end} : shared;
+      int own = most;
+      for (int key = seen.begin; key < inner.begin; ++key) own = max(own, int{ek[key]});
+      for (int key = inner.end; key < seen.end; ++key) own = max(own, int{ek[key]});
+      largest[h] = own;
+    }
+  }
+}
+
+/// r_i of the key chunk, for a row that sees a key of it; else r stays. `ek` is the largest there.
 __device__ __forceinline__ std::int32_t scale_in_chunk(const BackwardParams& params,
                                                        std::int64_t key_slots, const RowFacts& row,
-                                                       int chunk) {
-  const int begin = max(row.visible.begin, stages::chunk_begin(chunk));
-  const int end = min(row.visible.end, stages::chunk_end(chunk));
-  if (begin >= end) return row.r;
-  const std::int64_t last = key_slots + end - 1;
+                                                       int chunk, int ek) {
+  const Range seen = seen_in_chunk(row, chunk);
+  if (seen.empty()) return row.r;
+  const std::int64_t last = key_slots + seen.end - 1;
   return value_of(stages::ds_exponent_dq(Exponent::stored(row.ng), Exponent::stored(row.no),
                                          Exponent::stored(params.v_running_norms[last]),
-                                         Exponent::stored(params.k_exponents[last])));
+                                         Exponent::stored(static_cast<std::int8_t>(ek))));
 }
 
 /// What a row's accumulator is multiplied by when its exponent changes.
@@ -312,30 +415,54 @@ __device__ __forceinline__ float change_of(std::int32_t before, std::int32_t aft
   return stages::factor(exponent_of(before) - exponent_of(after));
 }
 
-__device__ void attend(const BackwardParams& params, SharedStorage& shared, int consumer) {
+/// For tests: the codes of a tile as CodeDump says.
+__device__ __forceinline__ void dump_codes(const BackwardParams& params, const Work& work,
+                                           int first_row, int first_key, const TileCodes& codes) {
+  if (params.dump.ds_dq == nullptr) return;
+  const Document& d = work.document;
+  for (int k = 0; k < 4; ++k) {
+    for_each_code(codes.ds[k], [&](int half, int column, std::uint8_t code) {
+      const int query = first_row + tile::fragment_row(threadIdx.x % 128, half);
+      const int key = first_key + 32 * k + column;
+      if (query >= d.q_len or key >= d.k_len) return;
+      const std::int64_t row = work.item.head * params.total_q + d.q_token + query;
+      params.dump.ds_dq[row * params.dump.keys + key] = code;
+    });
+  }
+}
+
+/// FP32 sums of a warpgroup's dQ, as the Config places them.
+template <class Config>
+__device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStorage<Config>& shared,
+                                        int consumer) {
+  float4* const local = shared.sums[consumer];
+  if constexpr (Config::kSums == SumPlace::kStaged) {
+    return Sums<Config::kOutputs>{
+        params.sums + (blockIdx.x * Config::kConsumers + consumer) * Config::kFloat4s, local,
+        1 + consumer};
+  } else {
+    return OwnSums<Config::kOutputs>{local + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
+  }
+}
+
+template <class Config>
+__device__ void attend(const BackwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int thread = threadIdx.x % 128;
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
   const int warp = thread / 32;
-  tile::RingPosition<2> work_at;
-  tile::RingPosition<1> query_at;
+  std::uint32_t item = 0;  // of the CTA's
   tile::RingPosition<Config::kStages> at;
-  std::uint32_t tile_number = 0;
   // Made where it is used: it would cost registers in the loop.
-  const auto sums = [&] {
-    constexpr int kFloat4s = 64 * Config::kDim / 4;
-    return Sums<Config::kDim / 2>{
-        params.sums + (blockIdx.x * Config::kConsumers + consumer) * kFloat4s,
-        shared.staging[consumer], 1 + consumer};
-  };
+  const auto sums = [&] { return sums_of<Config>(params, shared, consumer); };
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
   const std::uint32_t g_tile = ptx::shared_address(shared.g) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
-  PhaseTurn::open(consumer);
-  while (true) {
-    shared.work_ring.wait_full(work_at);
-    const Work& work = shared.work[work_at.stage];
+  PhaseTurn<Config>::open(consumer);
+  for (;; ++item) {
+    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
+    const Work& work = shared.work[item % 2];
     if (work.last) break;
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
@@ -361,22 +488,20 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     }
     __syncwarp();
     const int tiles_end = work.visits.end;
-    float dq[64], s[64], dp[64];
+    float dq[Config::kOutputs], s[64], dp[64];
     RowFactors factors;
     std::uint32_t facts = 0;
-    std::uint32_t facts_now = 0;  // of the factors
-    int keep = 0;
     bool started = false;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) dq[i] = 0.0f;
+    for (int i = 0; i < Config::kOutputs; ++i) dq[i] = 0.0f;
 
-    const auto scores = [&](const SharedStorage::Stage& stage) {
-      const std::uint64_t qd = tile::k_major_descriptor(tile::Swizzle::k128, q_tile);
-      const std::uint64_t gd = tile::k_major_descriptor(tile::Swizzle::k128, g_tile);
+    const auto scores = [&](const typename SharedStorage<Config>::Stage& stage) {
+      const std::uint64_t qd = tile::k_major_descriptor(Config::kRowSwizzle, q_tile);
+      const std::uint64_t gd = tile::k_major_descriptor(Config::kRowSwizzle, g_tile);
       const std::uint64_t kd =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k));
+          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.k));
       const std::uint64_t vd =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.v));
+          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.v));
       Scores::fresh_ss(s, qd, kd);
 #pragma unroll
       for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
@@ -395,8 +520,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     const auto release_queries = [&] {
       if (leader) ptx::mbarrier_arrive(shared.query_ring.empty_at(0));
     };
-    shared.query_ring.wait_full(query_at);
-    query_at.advance();
+    shared.query_ring.wait_full(tile::RingPosition<1>::after(item));
     if (not work.visits.empty()) {
       shared.operand_ring.wait_full(at);
       ptx::wgmma_fence();
@@ -412,14 +536,19 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
-      if ((facts & TileFacts::kRare) != 0 or ((facts ^ facts_now) & TileFacts::kExponents) != 0) {
+      int keep = Config::kRowScale ? 0 : 1;  // what is in the accumulator
+      if ((facts & TileFacts::kRare) != 0) {
+        if (t == work.visits.begin) keep = 0;
         const int chunk = stages::chunk_of(first_key);
         if (t == work.visits.begin or first_key == stages::chunk_begin(chunk)) {
           const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
           // NOTE: the quad of a row shares its facts: all read before one writes.
+          int ek[2];
+          const int last_row = min(15, d.q_len - 1 - (first_row + 16 * warp));
+          largest_exponents<Config>(params.k_exponents + key_slots, rows, last_row, chunk, ek);
           const std::int32_t before[2] = {rows[0].r, rows[8].r};
-          const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk),
-                                         scale_in_chunk(params, key_slots, rows[8], chunk)};
+          const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk, ek[0]),
+                                         scale_in_chunk(params, key_slots, rows[8], chunk, ek[1])};
           __syncwarp();
           if (threadIdx.x % 4 == 0) {
             rows[0].r = after[0];
@@ -429,7 +558,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           const float change[2] = {change_of(before[0], after[0]), change_of(before[1], after[1])};
           if (keep) {
 #pragma unroll
-            for (int i = 0; i < 64; ++i) {
+            for (int i = 0; i < Config::kOutputs; ++i) {
               dq[i] = stages::rescale_accumulator<DeviceOps>(dq[i], change[tile::fragment_half(i)]);
             }
           }
@@ -440,7 +569,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
           started = true;
           keep = 0;
         }
-        facts_now = facts;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           set_factors(factors, h, rows[8 * h], Exponent::stored(TileFacts::ek(facts)),
@@ -448,65 +576,77 @@ __device__ void attend(const BackwardParams& params, SharedStorage& shared, int 
         }
       }
 
-      Codes codes;
-      PhaseTurn::take(consumer);
+      TileCodes codes;
+      PhaseTurn<Config>::take(consumer);
       const Phase phase = TileFacts::phase(facts, consumer);
       if (phase == Phase::kPlain) {
-        phase_uniform<false>(s, dp, factors, rows, first_key, codes);
+        phase_uniform<Config, false>(s, dp, factors, rows, first_key, params.zero, codes);
       } else if (phase == Phase::kMasked) {
-        phase_uniform<true>(s, dp, factors, rows, first_key, codes);
+        phase_uniform<Config, true>(s, dp, factors, rows, first_key, params.zero, codes);
       } else {
-        phase_general(s, dp, rows, first_key, shared.ek[tile_number % kExponentSlots],
-                      shared.ev[tile_number % kExponentSlots], params.score_scale, codes);
+        const int slot = TileFacts::slot(facts);
+        phase_general<Config>(s, dp, rows, first_key, shared.ek[slot], shared.ev[slot],
+                              params.score_scale, params.zero, codes);
       }
-      ++tile_number;
-      PhaseTurn::pass(consumer);
+      float dq_scale[2];  // DsScale::kRow: of the tile's part of dQ
+      if constexpr (Config::kRowScale) {
+        encode_by_row(dp, codes.largest, {scale_of(rows[0]), scale_of(rows[8])}, codes.ds,
+                      dq_scale);
+      }
+      if constexpr (Config::kDumpCodes) dump_codes(params, work, first_row, first_key, codes);
+      PhaseTurn<Config>::pass(consumer);
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
-      const std::uint64_t kt =
-          tile::k_major_descriptor(tile::Swizzle::k128, ptx::shared_address(stage.k_transposed));
+      const std::uint64_t kt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                        ptx::shared_address(stage.k_transposed));
       ptx::wgmma_fence();
-      Gradients::rs(dq, codes[0], kt, keep);
+      Gradients::rs(dq, codes.ds[0], kt, keep);
 #pragma unroll
       for (int k = 1; k < 4; ++k) {
-        Gradients::add_rs(dq, codes[k], kt + k * tile::kDescriptorStepK32);
+        Gradients::add_rs(dq, codes.ds[k], kt + k * tile::kDescriptorStepK32);
       }
       ptx::wgmma_commit_group();
       // The last block multiplies what lies there, finite or not: nobody reads the result.
       scores(stage);
       facts = shared.facts[at.stage];
+      if constexpr (Config::kRowScale) {
+        // The next scores are multiplied while dQ is added.
+        ptx::wgmma_wait_group<2>();
+        ptx::pin(dq);
+        sums().promote(dq, dq_scale, started);
+        started = true;
+      }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dq);
-      keep = 1;
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
       if (t + 2 == tiles_end) release_queries();
     }
-    const float scale[2] = {keep ? stages::factor(scale_of(rows[0])) : 0.0f,
-                            keep ? stages::factor(scale_of(rows[8])) : 0.0f};
-    sums().settle();
+    const bool keeps = not Config::kRowScale and not work.visits.empty();
+    const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
+                            keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
+    sums().settle(started);
     sums().finish(dq, scale, started);
+    __syncwarp();  // rows are staged where sums were
     finish_rotated(dq, params.softmax_scale, params.rotate);
     std::uint16_t* const staging =
-        reinterpret_cast<std::uint16_t*>(shared.staging[consumer]) + 16 * warp * Config::kDim;
+        reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
     store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
                                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
-    // The next item's promotions write the staging memory of all warps.
-    ptx::named_barrier_sync(1 + consumer, 128);
-    if (leader) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
-    work_at.advance();
+    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));  // every lane: it happens rarely
   }
-  PhaseTurn::close(consumer);
+  PhaseTurn<Config>::close(consumer);
 }
 
+template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dq_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ std::uint8_t raw[];
-  auto& shared = *reinterpret_cast<SharedStorage*>(raw);
+  auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
   if (threadIdx.x == 0) {
-    shared.work_ring.initialise(4 * Config::kConsumers);
+    shared.work_ring.initialise(128 * Config::kConsumers);
     shared.query_ring.initialise(4 * Config::kConsumers);
     shared.operand_ring.initialise(4 * Config::kConsumers);
     ptx::fence_mbarrier_init();
@@ -522,7 +662,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) load(params, shared);
+    if (threadIdx.x < (Config::kMonotone ? 1 : 32)) load(params, shared);
   } else {
     ptx::set_max_registers_up<Config::kConsumerRegisters>();
     attend(params, shared, warpgroup - 1);

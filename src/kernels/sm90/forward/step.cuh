@@ -1,0 +1,401 @@
+// Steps of the forward: one key tile for the 64 rows of a consumer warpgroup.
+#pragma once
+
+#include "kernels/sm90/device_ops.h"
+#include "kernels/sm90/forward/config.h"
+#include "kernels/sm90/forward/dump.cuh"
+#include "kernels/sm90/forward/tiles.h"
+#include "kernels/sm90/work.h"
+#include "ptx/math.h"
+#include "ptx/wgmma.h"
+#include "recipe/stages.h"
+#include "tile/fragment.h"
+#include "tile/swizzle.h"
+
+namespace mxattn::kernels::sm90::forward {
+
+inline constexpr int kNoUnit = -1000;               // no byte
+inline constexpr std::uint32_t kNoFacts = 0x8080u;  // exponents that no token has
+
+/// What rarely matters of a query row: in shared memory, where it costs no register.
+struct RowFacts {
+  Range visible;  // keys; empty for rows past the document's end
+  int eq;         // the stored byte
+};
+
+/// Facts of the rows of an item, by a warp. eq: of the item's first row.
+template <class Config>
+__device__ __forceinline__ void state_rows(const Mask& mask, const Work& work,
+                                           const std::int8_t* eq, RowFacts* facts) {
+  const Document& d = work.document;
+  for (int i = static_cast<int>(threadIdx.x % 32); i < Config::kRows; i += 32) {
+    const int row = work.item.first + i;
+    const bool valid = row < d.q_len;
+    facts[i] = {valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0}, valid ? eq[i] : 0};
+  }
+}
+
+/// What a thread keeps of its two query rows over the key tiles.
+template <class Config>
+struct Rows {
+  // O in units of 2^(unit - 8) and l in units of 2^-8: powers of two move through the FMAs of the
+  // recipe exactly, so that tiles of equal EV need no factor.
+  float o[Config::kOutputs];
+  float m[2];
+  float l[2];
+  int unit[2];  // c of the first tile that the row saw, or kNoUnit
+  float a[2];   // score factors of tiles with these facts
+  std::uint32_t tile_facts;
+  const RowFacts* facts;  // of half 0; half 1 is eight rows on
+
+  __device__ __forceinline__ Range visible(int r) const { return facts[8 * r].visible; }
+  __device__ __forceinline__ Exponent eq(int r) const {
+    return Exponent::stored(static_cast<std::int8_t>(facts[8 * r].eq));
+  }
+
+  __device__ __forceinline__ void start(const RowFacts* row_facts) {
+    facts = row_facts;
+    tile_facts = kNoFacts;
+#pragma unroll
+    for (int i = 0; i < Config::kOutputs; ++i) o[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      m[r] = -kInfinity;
+      l[r] = 0.0f;
+      unit[r] = kNoUnit;
+    }
+  }
+};
+
+/// Score factors for tiles with these facts, which almost never change.
+template <class Config>
+__device__ __forceinline__ void enter_tile(Rows<Config>& rows, std::uint32_t facts,
+                                           float score_scale) {
+  const bool same = ((facts ^ rows.tile_facts) & TileFacts::kExponents) == 0;
+  rows.tile_facts = facts;
+  if (same) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows.a[r] = stages::score_factor(fabsf(score_scale), rows.eq(r),
+                                     Exponent::stored(TileFacts::ek(facts)));
+  }
+}
+
+/// One key tile as a warpgroup sees it, and what follows it.
+struct KeyTile {
+  int begin;                  // first key
+  const KeyFactors* factors;  // of general steps
+  std::uint32_t low;          // of the descriptor of K, V^T and the ones behind it
+  std::uint32_t q_low;        // of the descriptor of Q
+  std::uint32_t next_low;     // of K of the next tile
+};
+
+template <class Config>
+using RowLayout = tile::Descriptor<Config::kRowSwizzle>;
+template <class Config>
+using ValueLayout = tile::Descriptor<Config::kValueSwizzle>;
+
+// ---- products ---------------------------------------------------------------------------------
+
+/// Issues S = Q K^T of a tile.
+template <class Config>
+__device__ __forceinline__ void issue_scores(float (&s)[64], std::uint32_t q_low,
+                                             std::uint32_t k_low) {
+  using Scores = ptx::WgmmaE4m3<kKeyTile>;
+  const std::uint64_t q = RowLayout<Config>::whole(q_low);
+  const std::uint64_t k = RowLayout<Config>::whole(k_low);
+  Scores::fresh_ss(s, q, k);
+#pragma unroll
+  for (int step = 1; step < Config::kDim / stages::kMmaDepth; ++step) {
+    Scores::add_ss(s, q + step * tile::kDescriptorStepK32, k + step * tile::kDescriptorStepK32);
+  }
+  ptx::wgmma_commit_group();
+}
+
+/// Issues one quarter of T = P V: 32 keys. If T is that wide, columns of ones make the row sum.
+template <class Config, int kPartials>
+__device__ __forceinline__ void issue_values(float (&t)[kPartials], const std::uint32_t (&codes)[4],
+                                             const KeyTile& tile, int quarter) {
+  using Values = ptx::WgmmaE4m3<2 * kPartials>;
+  const std::uint64_t v =
+      ValueLayout<Config>::whole(tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit) +
+      quarter * tile::kDescriptorStepK32;
+  ptx::wgmma_fence();
+  if (quarter == 0) {
+    Values::fresh_rs(t, codes, v);
+  } else {
+    Values::add_rs(t, codes, v);
+  }
+  ptx::wgmma_commit_group();
+}
+
+/// Issues one quarter of the row sum alone.
+template <class Config>
+__device__ __forceinline__ void issue_sums(float (&sums)[4], const std::uint32_t (&codes)[4],
+                                           const KeyTile& tile, int quarter) {
+  using Ones = ptx::WgmmaE4m3<8>;
+  const std::uint64_t ones =
+      ValueLayout<Config>::whole(tile.low + 2 * kKeyTile * Config::kDim / tile::kDescriptorUnit) +
+      quarter * tile::kDescriptorStepK32;
+  ptx::wgmma_fence();
+  if (quarter == 0) {
+    Ones::fresh_rs(sums, codes, ones);
+  } else {
+    Ones::add_rs(sums, codes, ones);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// ---- pieces of a step -------------------------------------------------------------------------
+
+__device__ __forceinline__ bool sees(Range keys, int key) {
+  return keys.begin <= key and key < keys.end;
+}
+__device__ __forceinline__ bool sees_any(Range visible, int begin) {
+  return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
+}
+
+/// The four factors of the thread's columns in blocks b and b + 1 of eight keys: columns 8 b + 2 q,
+/// its neighbour, and the two eight keys on. Element i of a fragment is of block i / 4 and of
+/// column i % 2 there.
+__device__ __forceinline__ float4 factors_of(const float (&factors)[kKeyTile], int block) {
+  return reinterpret_cast<const float4*>(factors)[2 * block + static_cast<int>(threadIdx.x % 4)];
+}
+__device__ __forceinline__ float factor_of(const float4& factors, int i) {
+  const int at = 2 * ((i >> 2) & 1) + (i & 1);
+  return at == 0 ? factors.x : at == 1 ? factors.y : at == 2 ? factors.z : factors.w;
+}
+
+/// s = acc 2^EK, exactly, so that rows.a = scale 2^EQ is left of the score's factor. Where EQ + EK
+/// of any of these rows and keys leaves the range of a score's exponent, the power of the key is
+/// clamped instead of the sum; a NaN stays.
+template <class Config>
+__device__ __forceinline__ void scale_scores(const Rows<Config>& rows, float (&s)[64],
+                                             const KeyFactors& keys, float score_scale) {
+  bool clamped = not is_ordinary(score_scale);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int eq = rows.facts[8 * r].eq;
+    clamped = clamped or eq + keys.least_ek < stages::kScoreExponentMin or
+              eq + keys.most_ek > stages::kScoreExponentMax;
+  }
+  if (not clamped) {
+#pragma unroll
+    for (int i = 0; i < 64; i += 8) {
+      const float4 factors = factors_of(keys.k, i / 4);
+#pragma unroll
+      for (int j = i; j < i + 8; ++j) s[j] = mul_rn(s[j], factor_of(factors, j));
+    }
+    return;
+  }
+  float least[2], most[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int eq = rows.facts[8 * r].eq;
+    least[r] = stages::factor(stages::kScoreExponentMin - eq);
+    most[r] = stages::factor(stages::kScoreExponentMax - eq);
+  }
+  const float sign = score_scale < 0.0f ? -1.0f : 1.0f;
+#pragma unroll
+  for (int i = 0; i < 64; i += 8) {
+    const float4 factors = factors_of(keys.k, i / 4);
+#pragma unroll
+    for (int j = i; j < i + 8; ++j) {
+      const int r = tile::fragment_half(j);
+      const float power = ptx::min_nan(ptx::max_nan(factor_of(factors, j), least[r]), most[r]);
+      s[j] = mul_rn(mul_rn(s[j], sign), power);
+    }
+  }
+}
+
+/// Scores that a row does not see become -inf. kGeneral: most_ev is the largest 2^EV that each row
+/// sees among the thread's columns.
+template <class Config, bool kGeneral>
+__device__ __forceinline__ void mask_scores(const Rows<Config>& rows, float (&s)[64],
+                                            const KeyTile& tile, float (&most_ev)[2]) {
+  // Columns of the tile that each row sees, counted from the thread's first.
+  Range seen[2];
+  const int first = tile.begin + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    seen[r] = {rows.visible(r).begin - first, rows.visible(r).end - first};
+    most_ev[r] = 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < 64; i += 8) {
+    float4 factors;
+    if constexpr (kGeneral) factors = factors_of(tile.factors->v, i / 4);
+#pragma unroll
+    for (int j = i; j < i + 8; ++j) {
+      const int r = tile::fragment_half(j);
+      if (not sees(seen[r], 8 * (j >> 2) + (j & 1))) {
+        s[j] = -kInfinity;
+      } else if constexpr (kGeneral) {
+        most_ev[r] = fmaxf(most_ev[r], factor_of(factors, j));
+      }
+    }
+  }
+}
+
+/// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row. In a
+/// tile that shows every row a key (kMasked false), m_new is finite and equal maxima give 2^0 = 1
+/// by themselves.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&top)[2],
+                                              float (&alpha)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float m_new = fmaxf(rows.m[r], top[r]);
+    alpha[r] = stages::rescale<DeviceOps>(rows.m[r], m_new);
+    if (kMasked and m_new == rows.m[r]) alpha[r] = 1.0f;
+    rows.m[r] = m_new;
+  }
+}
+
+/// T = T 2^(c - unit), for rows whose unit is another; the first tile that a row sees sets its
+/// unit.
+template <class Config, int kPartials>
+__device__ __forceinline__ void to_units(Rows<Config>& rows, float (&t)[kPartials],
+                                         const Exponent (&c)[2], const bool (&saw)[2]) {
+  float scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (saw[r] and rows.unit[r] == kNoUnit) rows.unit[r] = c[r].nan ? 0 : c[r].value;
+    // A row that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
+    scale[r] = saw[r] ? stages::factor(c[r] - Exponent(rows.unit[r])) : 1.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kOutputs; ++i) t[i] = mul_rn(t[i], scale[tile::fragment_half(i)]);
+}
+
+/// O = O alpha + T, l = l alpha + sum.
+template <class Config, int kPartials>
+__device__ __forceinline__ void promote(Rows<Config>& rows, const float (&t)[kPartials],
+                                        const float (&sum)[2], const float (&alpha)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows.l[r] = fma_rn(rows.l[r], alpha[r], sum[r]);
+#pragma unroll
+  for (int i = 0; i < Config::kOutputs; ++i) {
+    rows.o[i] = fma_rn(rows.o[i], alpha[tile::fragment_half(i)], t[i]);
+  }
+}
+
+// ---- the step ---------------------------------------------------------------------------------
+
+/// One tile. General steps give the same bits as the others for a row whose visible keys share EK
+/// and EV: they multiply by powers of two, of scores before and of P behind its rounding places,
+/// and these are 1, or are in rows.a, where exponents agree. The others need a scale >= 0, so that
+/// the maximum of the scores is the score of the maximum.
+template <class Config, Step kStep>
+__device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const KeyTile& tile,
+                                     int consumer, const ForwardParams& params, const Work& work) {
+  constexpr bool kMasked = is_masked(kStep), kGeneral = is_general(kStep);
+  if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
+  float most_ev[2];
+  if constexpr (kMasked) mask_scores<Config, kGeneral>(rows, s, tile, most_ev);
+  // Four chains a row: one would wait for itself.
+  float chain[2][4];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    float& most = chain[tile::fragment_half(i)][2 * ((i >> 2) & 1) + (i & 1)];
+    most = i < 8 ? s[i] : fmaxf(most, s[i]);
+  }
+  float top[2], alpha[2], addend[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float raw =
+        tile::quad_max(fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3])));
+    top[r] = stages::score<DeviceOps>(raw, rows.a[r]);
+    // 0 times infinity, where the softmax scale is 0.
+    if (kMasked and raw == -kInfinity) top[r] = -kInfinity;
+  }
+  raise_maximum<Config, kMasked>(rows, top, alpha);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
+
+  // c of each row, and 2^-c.
+  const Exponent tile_ev = Exponent::stored(TileFacts::ev(rows.tile_facts));
+  Exponent c[2] = {tile_ev, tile_ev};
+  float inverse_c[2];
+  if constexpr (kGeneral) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kMasked) {
+        const int value = static_cast<int>(bits_of(tile::quad_max(most_ev[r])) >> 23) - 127;
+        c[r] = {value, value > stages::kTokenExponentMax};
+      }
+      // Any number will do for a NaN, which T is multiplied with.
+      inverse_c[r] = stages::factor(-c[r].value);
+    }
+  }
+
+  // P in quarters of 32 keys; each is multiplied as soon as it is packed. NOTE: with early scores
+  // the codes keep their registers until T is there, which general steps do not have.
+  constexpr bool kEarly = Config::kEarlyScores and not kGeneral;
+  float t[kGeneral ? Config::kOutputs : Config::kOutputsAndSums];
+  float sums[4];
+  std::uint32_t codes[4][4];
+  std::uint32_t weights[4][4];  // general steps: hs, and codes are h
+#pragma unroll
+  for (int g = 0; g < 4; ++g) {
+#pragma unroll
+    for (int i = 16 * g; i < 16 * (g + 1); ++i) {
+      const int r = tile::fragment_half(i);
+      const bool masked = kMasked and s[i] == -kInfinity;
+      s[i] = stages::probability<DeviceOps>(s[i], rows.a[r], addend[r]);
+      if (masked) s[i] = 0.0f;
+    }
+    if constexpr (kGeneral) {
+      tile::pack_operand(weights[g], s + 16 * g);
+      issue_sums<Config>(sums, weights[g], tile, g);
+#pragma unroll
+      for (int i = 16 * g; i < 16 * (g + 1); i += 8) {
+        const float4 factors = factors_of(tile.factors->v, i / 4);
+#pragma unroll
+        for (int j = i; j < i + 8; ++j) {
+          const float fold = mul_rn(factor_of(factors, j), inverse_c[tile::fragment_half(j)]);
+          // A masked weight stays 0 whatever its key holds; a seen NaN is in c as well.
+          s[j] = kMasked and s[j] == 0.0f ? 0.0f : mul_rn(s[j], fold);
+        }
+      }
+    }
+    tile::pack_operand(codes[g], s + 16 * g);
+    issue_values<Config>(t, codes[g], tile, g);
+    if constexpr (Config::kDump) {
+      const DumpRows dump(params, work, consumer);
+      for (int r = 0; r < 2; ++r) {
+        const int key = tile.begin + 32 * g;
+        dump.codes(params.dump.h, codes[g], rows.visible(r), r, key);
+        dump.codes(params.dump.hs, kGeneral ? weights[g] : codes[g], rows.visible(r), r, key);
+      }
+    }
+  }
+  // The next scores are multiplied while T is added to O.
+  if (kEarly) issue_scores<Config>(s, tile.q_low, tile.next_low);
+  ptx::wgmma_wait_group<kEarly ? 1 : 0>();
+  ptx::pin(t);
+  if constexpr (kGeneral) ptx::pin(sums);
+  if (not kEarly) {
+    ptx::wgmma_fence();
+    issue_scores<Config>(s, tile.q_low, tile.next_low);
+  }
+  if (c[0].value != rows.unit[0] or c[1].value != rows.unit[1]) {
+    const bool saw[2] = {not kMasked or sees_any(rows.visible(0), tile.begin),
+                         not kMasked or sees_any(rows.visible(1), tile.begin)};
+    to_units(rows, t, c, saw);
+  }
+  if constexpr (kGeneral) {
+    promote(rows, t, {sums[0], sums[2]}, alpha);
+  } else {
+    promote(rows, t, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
+  }
+  if constexpr (Config::kDump) {
+    const DumpRows dump(params, work, consumer);
+    for (int r = 0; r < 2; ++r) {
+      if (not sees_any(rows.visible(r), tile.begin)) continue;
+      dump.tile(r, tile.begin / kKeyTile, alpha[r], rows.m[r]);
+    }
+  }
+}
+
+}  // namespace mxattn::kernels::sm90::forward
