@@ -500,18 +500,16 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const int total = work.visits.size() * params.queries_per_key_head;
     const int first_key = work.item.first + 64 * consumer;
 
-    KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
+    // On their way while the first scores are multiplied.
+    KeyFacts own[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = first_key + tile::fragment_row(thread, h);
       const bool valid = key < d.k_len;
       const std::int64_t slot = work.item.head * params.k_slots + d.k_slot + key;
-      if (quad_lane == 0) {
-        keys[8 * h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
-                       valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
-      }
+      own[h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
+                valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
     }
-    __syncwarp();
     float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
     bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
@@ -562,6 +560,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
     }
     if (total <= 1) release_keys();
+    KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
+    if (quad_lane == 0) {
+      keys[0] = own[0];
+      keys[8] = own[1];
+    }
+    __syncwarp();
     int step = work.visits.begin;
     const int steps_end = work.visits.end;
     for (int i = 0; i < total; ++i) {

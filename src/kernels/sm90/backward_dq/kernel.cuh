@@ -473,13 +473,14 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
 
-    RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
+    // On their way while the first scores are multiplied.
+    RowFacts own[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + tile::fragment_row(thread, h);
       const bool valid = row < d.q_len;
       const std::int64_t slot = work.item.head * params.q_slots + d.q_slot + row;
-      RowFacts facts{};
+      RowFacts& facts = own[h] = {};
       facts.visible = valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
       facts.r = cuda::kNoScale;
       if (not facts.visible.empty()) {
@@ -490,9 +491,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         facts.ng = params.g_norms[slot];
         facts.no = params.o_norms[slot];
       }
-      if (threadIdx.x % 4 == 0) rows[8 * h] = facts;
     }
-    __syncwarp();
     const int tiles_end = work.visits.end;
     float dq[Config::kOutputs], s[64], dp[64];
     RowFactors factors;
@@ -539,6 +538,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
     }
     if (work.visits.size() <= 1) release_queries();
+    RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
+    if (threadIdx.x % 4 == 0) {
+      rows[0] = own[0];
+      rows[8] = own[1];
+    }
+    __syncwarp();
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
