@@ -10,17 +10,23 @@ Runs of paragraphs are documents of very different lengths, packed without paddi
 crosses from one to another. Every evaluation computes the loss on held-out text twice with the same
 weights: with the attention that trained them, and with exact attention (FP32 softmax, PyTorch). A
 gap between the two, or a loss above that of `--recipe sdpa` from the same seed, is the price of the
-recipe. `sdpa` is PyTorch's own attention in BF16, document by document.
+recipe. `sdpa` is PyTorch's own attention in BF16: on the CPU document by document, on a GPU
+torch.nn.attention.varlen where PyTorch has it, else the same. compare_runs.py makes a table and one
+plot of several --json.
 
-Needs PyTorch, tqdm and mxattn (pip install ., or PYTHONPATH=python); --plot needs matplotlib.
+Needs PyTorch and mxattn (pip install ., or PYTHONPATH=python); tqdm shows the progress, matplotlib
+draws --plot. docs/training.md has the settings and results on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import importlib.util
+import inspect
 import json
 import math
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -30,7 +36,15 @@ import mxattn
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
-from tqdm import tqdm
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before PyTorch 2.10
+    varlen_attn = None
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
 
 BYTES = 256
 HELD_OUT = 0.02  # the last part of the text is for evaluation
@@ -103,22 +117,36 @@ class Packer:
 def by_document(q, k, v, pack: Pack) -> torch.Tensor:
     """PyTorch's attention of each document, in the dtype of q. (tokens, heads, dim)."""
     parts = (x.split(pack.lengths) for x in (q, k, v))
-    return torch.cat([
-        scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in document), is_causal=True
-        )[0].transpose(0, 1)
-        for document in zip(*parts, strict=True)
-    ])
+    return torch.cat(
+        [
+            scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in document), is_causal=True
+            )[0].transpose(0, 1)
+            for document in zip(*parts, strict=True)
+        ]
+    )
 
 
 def exact(q, k, v, pack: Pack) -> torch.Tensor:
-    return by_document(q.float(), k.float(), v.float(), pack)
+    # NOTE: autocast would turn the operands of scaled_dot_product_attention into BF16.
+    with torch.autocast(q.device.type, enabled=False):
+        return by_document(q.float(), k.float(), v.float(), pack)
 
 
-def training_attention(recipe: str):
+def varlen(q, k, v, pack: Pack) -> torch.Tensor:
+    """All documents in one call. BF16 on a GPU."""
+    causal = {"window_size": (-1, 0)}
+    if "is_causal" in inspect.signature(varlen_attn).parameters:  # PyTorch 2.10
+        causal = {"is_causal": True}
+    cu, longest = pack.cu_seqlens, max(pack.lengths)
+    return varlen_attn(q, k, v, cu, cu, longest, longest, **causal)
+
+
+def training_attention(recipe: str, device: str):
     """A function of a pack that returns the attention of all its layers."""
     if recipe == "sdpa":
-        return lambda pack, heads, dim: lambda q, k, v: by_document(
+        plain = varlen if device == "cuda" and varlen_attn else by_document
+        return lambda pack, heads, dim: lambda q, k, v: plain(
             q.bfloat16(), k.bfloat16(), v.bfloat16(), pack
         )
 
@@ -224,6 +252,27 @@ def evaluate(model: Gpt, packs: list[Pack], attention_of, args) -> dict[str, flo
     return {"own": own, "exact": other}
 
 
+class Progress:
+    """The steps, with a bar where tqdm is there and a line every tenth of them where not."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.bar = tqdm(total=args.steps, desc=args.recipe, file=sys.stderr) if tqdm else None
+
+    def step(self, step: int, loss: float) -> None:
+        if self.bar:
+            self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self.bar.update()
+        elif step % max(1, self.args.steps // 10) == 0:
+            self.write(f"{self.args.recipe}: step {step}: loss {loss:.4f}")
+
+    def write(self, text: str) -> None:
+        if self.bar:
+            self.bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
 def autocast(args):
     return torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda")
 
@@ -240,10 +289,10 @@ def train(args: argparse.Namespace) -> dict:
 
     model = Gpt(args.layers, args.width, args.head_dim).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    attention_of = training_attention(args.recipe)
-    steps, evaluations, busy = [], [], 0.0
-    progress = tqdm(range(args.steps), desc=args.recipe, file=sys.stderr)
-    for step in progress:
+    attention_of = training_attention(args.recipe, args.device)
+    steps, seconds, evaluations = [], [], []
+    progress = Progress(args)
+    for step in range(args.steps):
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
@@ -256,8 +305,8 @@ def train(args: argparse.Namespace) -> dict:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         steps.append(loss.item())  # waits for the device, so the time is that of the step
-        busy += time.perf_counter() - start
-        progress.set_postfix(loss=f"{steps[-1]:.4f}")
+        seconds.append(time.perf_counter() - start)
+        progress.step(step, steps[-1])
         if not math.isfinite(steps[-1]):
             sys.exit(f"train_gpt: the loss of step {step} is {steps[-1]}")
         if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
@@ -265,18 +314,28 @@ def train(args: argparse.Namespace) -> dict:
             evaluations.append({"step": step + 1, **found})
             progress.write(
                 f"step {step + 1}: held-out loss {found['own']:.4f} with {args.recipe}, "
-                f"{found['exact']:.4f} with exact attention",
-                file=sys.stderr,
+                f"{found['exact']:.4f} with exact attention"
             )
     options = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}
     return {
         "options": options,
         "parameters": sum(p.numel() for p in model.parameters()),
         "torch": torch.__version__,
-        "steps_per_second": args.steps / busy,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "attention": attention_name(args),
+        # Of the median: the first steps load kernels and fill caches.
+        "steps_per_second": 1 / statistics.median(seconds),
+        "seconds": sum(seconds),
         "train_loss": steps,
         "evaluations": evaluations,
     }
+
+
+def attention_name(args: argparse.Namespace) -> str:
+    if args.recipe != "sdpa":
+        return f"mxattn {args.recipe}"
+    together = args.device == "cuda" and varlen_attn
+    return f"PyTorch BF16, {'varlen_attn' if together else 'a call a document'}"
 
 
 def draw(result: dict, path: Path) -> None:
@@ -316,7 +375,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6 if big else 2)
     parser.add_argument("--width", type=int, default=1024 if big else 256)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=6e-4 if big else 1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--eval-every", type=int, default=100)
     parser.add_argument("--eval-packs", type=int, default=4)
@@ -328,6 +387,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             usage(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
     if args.head_dim % 2 or args.width % args.head_dim:
         usage(f"--head-dim {args.head_dim}: expected an even divisor of --width {args.width}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        print("train_gpt: no matplotlib here: --plot is left out", file=sys.stderr)
+        args.plot = None
+    if args.device == "cuda" and not big:
+        usage("--device cuda: torch sees no CUDA device")
     if not args.text.is_file():
         usage(f"--text {args.text}: no such file")
     if args.recipe != "sdpa":

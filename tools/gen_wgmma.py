@@ -6,7 +6,7 @@ Usage: tools/gen_wgmma.py > src/ptx/wgmma.h
 
 WIDTHS = (8, 64, 72, 128, 136)
 
-HEADER = '''// Warpgroup matrix multiply, E4M3 x E4M3 into FP32, K = 32 (sm_90a).
+HEADER = """// Warpgroup matrix multiply, E4M3 x E4M3 into FP32, K = 32 (sm_90a).
 // Written by tools/gen_wgmma.py; change that file.
 //
 // PTX ISA 9.7.15.5 "Asynchronous Multiply-and-Accumulate Instruction: wgmma.mma_async".
@@ -55,7 +55,7 @@ __device__ __forceinline__ std::uint32_t opaque(std::uint32_t value) {
 
 template <int kN>
 struct WgmmaE4m3;
-'''
+"""
 
 
 def call(n, form, mode):
@@ -66,9 +66,7 @@ def call(n, form, mode):
     a_parameter = "std::uint64_t a" if form == "ss" else "const std::uint32_t (&a)[4]"
     keep = ", int keep" if mode == "keep" else ""
     accumulator = f"float (&d)[{count}]"
-    lines.append(
-        f"  __device__ __forceinline__ static void {name}({accumulator}, {a_parameter},"
-    )
+    lines.append(f"  __device__ __forceinline__ static void {name}({accumulator}, {a_parameter},")
     lines.append(f"                                                std::uint64_t b{keep}) {{")
     at = count
     a_text = f"%{at}" if form == "ss" else f"{{%{at}, %{at + 1}, %{at + 2}, %{at + 3}}}"
@@ -79,7 +77,7 @@ def call(n, form, mode):
         predicate = f"setp.ne.b32 p, %{at}, 0;"
     else:
         predicate = f"setp.ne.b32 p, {0 if mode == 'fresh' else 1}, 0;"
-    lines.append('    asm volatile(')
+    lines.append("    asm volatile(")
     lines.append('        "{\\n.reg .pred p;\\n' + predicate + '\\n"')
     lines.append(f'        "wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{"')
     for i in range(0, count, 16):

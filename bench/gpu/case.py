@@ -125,9 +125,7 @@ def reference(w: Workload, x: Inputs) -> dict[str, torch.Tensor]:
         count = len(list(group))
         rows = slice(begin, begin + count * length)
         begin = rows.stop
-        q, k, v, dout = (
-            t[rows].view(count, length, *t.shape[1:]) for t in (x.q, x.k, x.v, x.dout)
-        )
+        q, k, v, dout = (t[rows].view(count, length, *t.shape[1:]) for t in (x.q, x.k, x.v, x.dout))
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         # Flash takes no mask of its own, which windows need here.
         backend = SDPBackend.EFFICIENT_ATTENTION if w.window else SDPBackend.FLASH_ATTENTION
@@ -178,4 +176,3 @@ class Measured:
                 equal &= torch.equal(t.contiguous().view(torch.uint8),
                                      self.first[name].contiguous().view(torch.uint8))  # fmt: skip
         return samples, equal
-

@@ -44,4 +44,4 @@ class DeviceAttention(m.Attention):
         self._plan = self.problem.make_device_plan(
             self.cu_q, None, self._plan_memory, self._workspace, self._call.stream
         )
-        self._call.plan = self._plan.handle
+        self._call.plan = self._plan.handle.value

@@ -199,7 +199,12 @@ MXATTN_API mxattn_status mxattn_forward(const mxattn_problem* problem,
                                         const mxattn_forward_args* args);
 
 /* Shapes as in the forward; dq as q, dk and dv as k. Reads the state. q, k and v may be without
- * data where the state holds their codes. Rows outside the documents: gradients 0. */
+ * data where the state holds their codes. Rows outside the documents: gradients 0.
+ *
+ * Where k and v are a part of the keys of a softmax (ring attention), give out over all the keys
+ * and state with another row_sum, 2^(log2(e) lse - row_reference) of the LSE over all the keys; lse
+ * and the rest of the state stay those of this part's forward. dq is then this part's addend. Not
+ * for recipe "exact", which sums D over the keys that it is given. */
 typedef struct mxattn_backward_args {
   uint64_t size;
   mxattn_call call;

@@ -6,11 +6,13 @@ last dimension; BF16 is ml_dtypes.bfloat16 in numpy. Nothing here allocates or c
 
 from __future__ import annotations
 
+import array
 import ctypes as c
 import functools
 import itertools
 import operator
 import os
+import struct
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,18 +217,39 @@ def _code(dtype) -> int:
         return 0
 
 
-def tensor(array) -> Tensor:
-    """A view of an array of numpy or torch; without data if None."""
-    if array is None:
-        return Tensor()
-    if array.ndim > MAX_RANK:
-        raise invalid("tensor.rank", array.ndim, f"at most {MAX_RANK}")
-    if isinstance(array, np.ndarray):
-        address = array.ctypes.data if array.size else None
-        strides = tuple(stride // array.itemsize for stride in array.strides)
+# The arguments of a call are one struct.pack of numbers: a third of the time that ctypes takes to
+# fill nested structs. The structs above say what the numbers mean; a test compares the two.
+_TENSOR_FORMAT = f"Pii{2 * MAX_RANK}q"
+_CALL_FORMAT = f"{2 * _TENSOR_FORMAT}PiiPQPP"
+_pack_forward = struct.Struct(f"Q{_CALL_FORMAT}{5 * _TENSOR_FORMAT}ii").pack
+_pack_backward = struct.Struct(f"Q{_CALL_FORMAT}{9 * _TENSOR_FORMAT}").pack
+_pack_quantize = struct.Struct(f"Q{_CALL_FORMAT}{_TENSOR_FORMAT}ii").pack
+_FORWARD_SIZE, _BACKWARD_SIZE = c.sizeof(ForwardArgs), c.sizeof(BackwardArgs)
+_QUANTIZE_SIZE = c.sizeof(QuantizeArgs)
+_NO_TENSOR = (0,) * (3 + 2 * MAX_RANK)
+_PADDING = tuple((0,) * (MAX_RANK - rank) for rank in range(MAX_RANK + 1))
+
+
+def _view(x) -> tuple[int, ...]:
+    """The fields of the Tensor that views an array of numpy or torch; without data if None."""
+    if x is None:
+        return _NO_TENSOR
+    rank = x.ndim
+    if rank > MAX_RANK:
+        raise invalid("tensor.rank", rank, f"at most {MAX_RANK}")
+    if isinstance(x, np.ndarray):
+        address = x.ctypes.data if x.size else 0
+        strides = [stride // x.itemsize for stride in x.strides]
     else:
-        address, strides = array.data_ptr() or None, array.stride()
-    return Tensor(address, _code(array.dtype), array.ndim, tuple(array.shape), strides)
+        address, strides = x.data_ptr(), x.stride()
+    padding = _PADDING[rank]
+    return address, _code(x.dtype), rank, *x.shape, *padding, *strides, *padding
+
+
+def tensor(x) -> Tensor:
+    """A view of an array of numpy or torch; without data if None."""
+    fields = _view(x)
+    return Tensor(*fields[:3], fields[3 : 3 + MAX_RANK], fields[3 + MAX_RANK :])
 
 
 def _int32(name: str, value) -> int:
@@ -298,6 +321,17 @@ def _aligned(size: int) -> int:
     return (size + 255) & ~255
 
 
+class CallInputs:
+    """What a mxattn_call holds. Keeps the array of state buffers, not the memory they name."""
+
+    __slots__ = ("lengths", "plan", "state", "stream", "workspace", "workspace_bytes")
+
+    def fields(self) -> tuple[int, ...]:
+        state, count = self.state.buffer_info()
+        return (*self.lengths, state, count // 2, 0, self.workspace, self.workspace_bytes,
+                self.stream, self.plan)  # fmt: skip
+
+
 class Problem:
     """A checked configuration. May be used by several threads at once."""
 
@@ -319,6 +353,7 @@ class Problem:
             name, dtype = info.name.decode(), DTYPES[info.dtype]
             self.state.append(StateBuffer(name, dtype, shape, info.bytes, self.state_bytes))
             self.state_bytes += _aligned(info.bytes)
+        self._places = [(buffer.offset, buffer.nbytes) for buffer in self.state]
         check(lib.mxattn_workspace_bytes(self._handle, c.byref(size)))
         self.workspace_bytes = size.value
 
@@ -331,47 +366,48 @@ class Problem:
         return lib.mxattn_problem_explain(self._handle).decode()
 
     def call(self, cu_seqlens_q, cu_seqlens_k, state, *, workspace=None, stream=None,
-             plan=None) -> Call:  # fmt: skip
+             plan=None) -> CallInputs:  # fmt: skip
         """`state`: an array a buffer of .state, or the address of .state_bytes in one block."""
         if isinstance(state, int):
-            found = [Buffer(state + buffer.offset, buffer.nbytes) for buffer in self.state]
+            buffers = [x for offset, size in self._places for x in (state + offset, size)]
         else:
-            found = [Buffer(tensor(array).data, array.nbytes) for array in state]
-        return Call(
-            cu_seqlens_q=tensor(cu_seqlens_q),
-            cu_seqlens_k=tensor(cu_seqlens_k),
-            state=(Buffer * max(1, len(found)))(*found),
-            num_state=len(found),
-            workspace=None if workspace is None else workspace.data_ptr(),
-            workspace_bytes=0 if workspace is None else workspace.nbytes,
-            stream=stream,
-            plan=None if plan is None else plan.handle,
-        )
+            buffers = [x for buffer in state for x in (_view(buffer)[0], buffer.nbytes)]
+        call = CallInputs()
+        call.lengths = _view(cu_seqlens_q) + _view(cu_seqlens_k)
+        call.state = array.array("Q", buffers)
+        call.workspace = call.workspace_bytes = call.stream = call.plan = 0
+        if workspace is not None:
+            call.workspace, call.workspace_bytes = workspace.data_ptr(), workspace.nbytes
+        if stream is not None:
+            call.stream = stream
+        if plan is not None:
+            call.plan = plan.handle.value
+        return call
 
-    def forward(self, call: Call, q, k, v, out, lse, quantized=()) -> None:
+    def forward(self, call: CallInputs, q, k, v, out, lse, quantized=()) -> None:
         """Writes out and lse; `quantized` names operands that are in the state already."""
-        views = (tensor(array) for array in (q, k, v, out, lse))
-        done = sum(OPERANDS[name] for name in quantized)
-        args = ForwardArgs(c.sizeof(ForwardArgs), call, *views, done)
-        check(lib.mxattn_forward(self._handle, c.byref(args)))
+        done = sum(OPERANDS[name] for name in quantized) if quantized else 0
+        args = _pack_forward(_FORWARD_SIZE, *call.fields(), *_view(q), *_view(k), *_view(v),
+                             *_view(out), *_view(lse), done, 0)  # fmt: skip
+        check(lib.mxattn_forward(self._handle, args))
 
-    def backward(self, call: Call, q, k, v, out, lse, dout, dq, dk, dv) -> None:
+    def backward(self, call: CallInputs, q, k, v, out, lse, dout, dq, dk, dv) -> None:
         """Writes dq, dk and dv."""
-        views = (tensor(array) for array in (q, k, v, out, lse, dout, dq, dk, dv))
-        args = BackwardArgs(c.sizeof(BackwardArgs), call, *views)
-        check(lib.mxattn_backward(self._handle, c.byref(args)))
+        args = _pack_backward(_BACKWARD_SIZE, *call.fields(), *_view(q), *_view(k), *_view(v),
+                              *_view(out), *_view(lse), *_view(dout), *_view(dq), *_view(dk),
+                              *_view(dv))  # fmt: skip
+        check(lib.mxattn_backward(self._handle, args))
 
-    def quantize(self, call: Call, operand: str, array) -> None:
+    def quantize(self, call: CallInputs, operand: str, x) -> None:
         """Writes an operand ("q", "k" or "v") of the state."""
-        args = QuantizeArgs(c.sizeof(QuantizeArgs), call, tensor(array), OPERANDS[operand], 0)
-        check(lib.mxattn_quantize(self._handle, c.byref(args)))
+        args = _pack_quantize(_QUANTIZE_SIZE, *call.fields(), *_view(x), OPERANDS[operand], 0)
+        check(lib.mxattn_quantize(self._handle, args))
 
-    def dequantize(self, call: Call, operand: str, out, rotate_back: bool = False) -> None:
+    def dequantize(self, call: CallInputs, operand: str, out, rotate_back: bool = False) -> None:
         """Writes the values that an operand of the state stands for to out, F32."""
-        args = QuantizeArgs(
-            c.sizeof(QuantizeArgs), call, tensor(out), OPERANDS[operand], rotate_back
-        )
-        check(lib.mxattn_dequantize(self._handle, c.byref(args)))
+        args = _pack_quantize(_QUANTIZE_SIZE, *call.fields(), *_view(out), OPERANDS[operand],
+                              rotate_back)  # fmt: skip
+        check(lib.mxattn_dequantize(self._handle, args))
 
     def make_plan(self, cu_seqlens_q, cu_seqlens_k=None) -> Plan:
         """Work lists on the CPU, from checked lengths."""
@@ -421,6 +457,7 @@ class Plan:
         self.handle = handle
         self.key = next(Plan._next)
         self.token = None  # the key as a tensor, where torch made the plan
+        self.memory = self.stream = None  # where torch made it on a device: its own, and whose
         self._keep = keep
         Plan._living[self.key] = self
         weakref.finalize(self, lib.mxattn_plan_destroy, handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field
 
@@ -139,6 +140,10 @@ def attn(q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), rec
 
 # ---- with the caller's buffers -----------------------------------------------------------------
 
+LOG2_E = math.log2(math.e)
+# Of a row sum: finite in FP32. What is divided by it is zero to every reader.
+LARGEST_EXPONENT = 126
+
 
 def _problem(q, k, cu_seqlens_q, options) -> Problem:
     """The problem of BF16 tensors of numpy or torch."""
@@ -181,17 +186,42 @@ def forward_(q, k, v, out, lse, state, cu_seqlens_q, cu_seqlens_k=None, *, softm
 
 
 def backward_(dout, q, k, v, out, lse, state, dq, dk, dv, cu_seqlens_q, cu_seqlens_k=None, *,
-              softmax_scale=None, causal=False, window_size=(-1, -1), recipe="fp8",
-              plan=None) -> None:  # fmt: skip
+              softmax_scale=None, causal=False, window_size=(-1, -1), recipe="fp8", plan=None,
+              merged_lse=None) -> None:  # fmt: skip
     """The backward into the caller's buffers: BF16 dq as q, dk and dv as k.
 
-    Takes what forward_ took and wrote, with the same options; reads the state.
+    Takes what forward_ took and wrote, with the same options; reads the state. With merged_lse,
+    float32 (heads_q, total_q), k and v are a part of the keys: merged_lse and out are those over
+    all of them (merge_lse), lse and state those of this part, and dq is this part's addend.
     """
     options = _options(causal, window_size, softmax_scale, recipe)
     problem = _problem(q, k, cu_seqlens_q, options)
+    if merged_lse is not None:
+        state = _state_of_part(state, merged_lse, recipe)
     call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan, k=k, v=v, out=out,
                         lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)  # fmt: skip
     problem.backward(call, q, k, v, out, lse, dout, dq, dk, dv)
+
+
+def _state_of_part(state, merged_lse, recipe) -> list:
+    """The state with the row sums of all keys, relative to the references of this part.
+
+    L = 2^(log2(e) lse - mu) for any mu that no score exceeds. The part's own is the nearest: its
+    weights 2^(z - mu) fill the range of their codes, also where the part hardly counts.
+    """
+    if recipe == "exact":
+        raise invalid(
+            "recipe", recipe, "another with merged_lse: D is that of the keys it is given"
+        )
+    *operands, reference, own = state
+    if tuple(merged_lse.shape) != tuple(own.shape):
+        raise invalid("merged_lse.shape", tuple(merged_lse.shape), f"{tuple(own.shape)}, as lse")
+    if _is_torch(own):
+        sums = _torch().merged_sums(reference, merged_lse)
+    else:
+        exponent = np.asarray(merged_lse, np.float64) * LOG2_E - reference
+        sums = np.exp2(np.minimum(exponent, LARGEST_EXPONENT)).astype(np.float32)
+    return [*operands, reference, sums]
 
 
 def make_plan(cu_seqlens_q, cu_seqlens_k=None, *, heads_q, head_dim, heads_k=None, total_q=None,

@@ -2,26 +2,29 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("tqdm")
 
-PATH = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = "--device cpu --tokens 256 --layers 1 --width 64 --head-dim 32 --eval-packs 1".split()
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_gpt", PATH)
-    module = importlib.util.module_from_spec(spec)
-    # dataclass looks its module up.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "train_gpt", module)
-        spec.loader.exec_module(module)
-        yield module
+    yield load("train_gpt")
+    del sys.modules["train_gpt"]
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +84,45 @@ def test_wrong_options_are_named(example, text, capsys, change, says):
         example.main(["--text", str(text), *TINY, *change])
     assert raised.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_exact_attention_is_exact_under_autocast(example):
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, 2, 16, generator=random) for _ in range(3))
+    pack = example.Pack(None, None, None, None, [15, 25])
+    want = example.exact(q, k, v, pack)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = example.exact(q, k, v, pack)
+        rounded = example.by_document(q, k, v, pack)
+    assert torch.equal(got, want) and rounded.dtype == torch.bfloat16
+
+
+def test_runs_are_compared(example, text, tmp_path, capsys):
+    compare = load("compare_runs")
+    paths = [tmp_path / f"{recipe}.json" for recipe in ("fp8", "sdpa")]
+    for path in paths:
+        example.main(["--text", str(text), *TINY, "--steps", "3", "--recipe", path.stem,
+                      "--json", str(path)])  # fmt: skip
+    capsys.readouterr()
+    compare.main([str(path) for path in paths])
+    lines = capsys.readouterr().out.splitlines()
+    assert "3 steps of 256 tokens, seed 1" in lines[0]
+    assert lines[-2].startswith("| mxattn fp8 | ")
+    assert lines[-1].startswith("| PyTorch BF16, a call a document | ")
+    last = json.loads(paths[0].read_text())["evaluations"][-1]
+    assert f"| {last['own']:.4f} | {last['exact']:.4f} |" in lines[-2]
+    other = json.loads(paths[1].read_text())
+    other["options"]["seed"] = 2
+    paths[1].write_text(json.dumps(other))
+    with pytest.raises(SystemExit):
+        compare.main([str(path) for path in paths])
+    assert "seed = 2: expected 1" in capsys.readouterr().err
+
+
+def test_training_goes_on_without_tqdm_and_matplotlib(example, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(example, "tqdm", None)
+    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
+    plot = tmp_path / "plot.png"
+    example.main(["--text", str(text), *TINY, "--steps", "2", "--plot", str(plot)])
+    told = capsys.readouterr().err
+    assert "step 1: loss" in told and "no matplotlib here" in told and not plot.exists()

@@ -250,6 +250,35 @@ class DeviceAttention {
   }
 
   const mxattn_problem* problem() const { return problem_; }
+
+  // A call as the backend sees it.
+  const kernels::DeviceProblem& device_problem() const { return device_; }
+  kernels::DeviceCall device_call(cudaStream_t stream) const {
+    return {.cu_seqlens_q = cu_seqlens_q,
+            .cu_seqlens_k = cu_seqlens_k,
+            .workspace = workspace,
+            .stream = stream};
+  }
+  kernels::ForwardArgs forward_args() const {
+    return {.q = queries<const std::uint16_t>(q),
+            .k = keys<const std::uint16_t>(k),
+            .v = keys<const std::uint16_t>(v),
+            .state = state(),
+            .out = queries(out),
+            .lse = lse};
+  }
+  kernels::BackwardArgs backward_args() const {
+    return {.q = queries<const std::uint16_t>(q),
+            .k = keys<const std::uint16_t>(k),
+            .v = keys<const std::uint16_t>(v),
+            .out = queries<const std::uint16_t>(out),
+            .dout = queries<const std::uint16_t>(dout),
+            .lse = lse,
+            .state = state(),
+            .dq = queries(dq),
+            .dk = keys(dk),
+            .dv = keys(dv)};
+  }
   mxattn_call call(cudaStream_t stream) const {
     mxattn_call c{};
     c.cu_seqlens_q = lengths(cu_seqlens_q);
@@ -277,6 +306,37 @@ class DeviceAttention {
   void* workspace = nullptr;
 
  private:
+  template <class T>
+  TensorView<T> view(T* data, std::int64_t tokens, int heads) const {
+    const std::int64_t row = spec_.dim + options_.pad;
+    return {data, tokens, heads, spec_.dim, heads * row, row};
+  }
+  template <class T>
+  TensorView<T> queries(T* data) const {
+    return view(data, device_.total_q, spec_.heads_q);
+  }
+  template <class T>
+  TensorView<T> keys(T* data) const {
+    return view(data, device_.total_k, spec_.heads_k);
+  }
+  State state() const {
+    const auto operand = [&](const std::string& name, int heads, std::int64_t slots) {
+      const auto norms = state_.find(name + "_norms");
+      return Operand{
+          .codes = static_cast<std::uint8_t*>(state_.at(name + "_codes")),
+          .exponents = static_cast<std::int8_t*>(state_.at(name + "_exponents")),
+          .norms = norms == state_.end() ? nullptr : static_cast<std::int8_t*>(norms->second),
+          .scale = nullptr,
+          .slots = slots,
+          .heads = heads,
+          .dim = spec_.dim};
+    };
+    return {.q = operand("q", spec_.heads_q, device_.q_slots()),
+            .k = operand("k", spec_.heads_k, device_.k_slots()),
+            .v = operand("v", spec_.heads_k, device_.k_slots()),
+            .row_reference = static_cast<std::int32_t*>(state_.at("row_reference")),
+            .row_sum = static_cast<float*>(state_.at("row_sum"))};
+  }
   static void poison(void* data, std::size_t bytes, cudaStream_t stream) {
     if (leaves_memory_unset()) return;
     MXATTN_EXPECT_CUDA(cudaMemsetAsync(data, 0xFF, bytes, stream));

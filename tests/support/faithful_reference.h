@@ -15,6 +15,7 @@
 #include "kernels/cpu/fp32_ops.h"
 #include "quantize/quantize.h"
 #include "recipe/exponents.h"
+#include "recipe/roles.h"
 #include "recipe/stages.h"
 #include "support/attention_case.h"
 
@@ -101,6 +102,53 @@ struct ReferenceHead {
     return false;
   }
 };
+
+/// What a head is made of: operands, what the backward prepared, and mu of (heads, total_q).
+struct ReferenceOperands {
+  const Operand &q, &k, &v, &g;
+  const std::vector<std::int8_t>& output_norms;
+  const std::vector<float>& delta;
+  const std::vector<std::int32_t>& row_reference;
+};
+
+inline ReferenceHead reference_head(const AttentionCase& test, const Document& document, int head,
+                                    const ReferenceOperands& from) {
+  const CaseSpec& spec = test.spec();
+  const int key_head = head / (spec.heads_q / spec.heads_k);
+  ReferenceHead x;
+  x.recipe = spec.recipe;
+  x.mask = spec.mask;
+  x.scale = stages::score_scale(spec.softmax_scale);
+  x.q_len = document.q_len;
+  x.k_len = document.k_len;
+  x.dim = spec.dim;
+  x.q = ReferenceHead::rows_of(from.q, head, document.q_slot, document.q_len);
+  x.g = ReferenceHead::rows_of(from.g, head, document.q_slot, document.q_len);
+  x.k = ReferenceHead::rows_of(from.k, key_head, document.k_slot, document.k_len);
+  x.v = ReferenceHead::rows_of(from.v, key_head, document.k_slot, document.k_len);
+  const auto part = [&](const auto& table, std::int64_t at) {
+    return std::vector(table.begin() + at, table.begin() + at + x.q_len);
+  };
+  const std::int64_t slot = head * test.pack().q_slots + document.q_slot;
+  x.output_norm = part(from.output_norms, slot);
+  x.delta = part(from.delta, slot);
+  x.mu = part(from.row_reference, head * test.pack().total_q + document.q_token);
+  return x;
+}
+
+/// The end of dQ and dK: times softmax_scale, rotated back.
+inline std::vector<float> finished(const AttentionCase& test, std::vector<float> sum) {
+  for (float& x : sum) x = mul_rn(x, test.spec().softmax_scale);
+  const int dim = static_cast<int>(sum.size());
+  if (is_rotated(Role::kQ, dim, test.problem().rotate)) rotate_rows(sum.data(), 1, dim, dim, 1);
+  return sum;
+}
+
+/// Bits of a BF16 value, one pattern for every NaN and both zeros.
+inline int plain_bits(std::uint16_t bits) {
+  if ((bits & 0x7fff) > 0x7f80) return 0x7fff;
+  return (bits & 0x7fff) == 0 ? 0 : bits;
+}
 
 /// The largest of f(t) over [begin, end).
 template <class F>

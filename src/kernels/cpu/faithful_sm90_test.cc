@@ -34,12 +34,6 @@ bool is_uneven(const std::vector<std::int8_t>& exponents, int tile) {
   return false;
 }
 
-/// Bits of a BF16 value, one pattern for every NaN and both zeros.
-int plain_bits(std::uint16_t bits) {
-  if ((bits & 0x7fff) > 0x7f80) return 0x7fff;
-  return (bits & 0x7fff) == 0 ? 0 : bits;
-}
-
 void expect_row(const char* what, const std::uint16_t* got, const std::vector<float>& want,
                 int token) {
   for (std::size_t c = 0; c < want.size(); ++c) {
@@ -47,13 +41,6 @@ void expect_row(const char* what, const std::uint16_t* got, const std::vector<fl
         << what << " of token " << token << ", channel " << c << ": " << bf16_to_float(got[c])
         << " against " << want[c];
   }
-}
-
-std::vector<float> finished(std::vector<float> sum, float scale, bool rotated) {
-  for (float& x : sum) x = mul_rn(x, scale);
-  const int dim = static_cast<int>(sum.size());
-  if (rotated) rotate_rows(sum.data(), 1, dim, dim, 1);
-  return sum;
 }
 
 /// Runs the case and compares all it wrote.
@@ -85,7 +72,6 @@ Exercised expect_reference(const AttentionCase& test) {
 
   Exercised exercised;
   const int group = spec.heads_q / spec.heads_k;
-  const bool rotated = is_rotated(Role::kQ, spec.dim, problem.rotate);
   for (const Document& document : pack.documents) {
     std::vector<std::vector<float>> dk, dv;
     for (int head = 0; head < spec.heads_q; ++head) {
@@ -93,22 +79,15 @@ Exercised expect_reference(const AttentionCase& test) {
         dk.assign(document.k_len, std::vector<float>(spec.dim, 0.0f));
         dv = dk;
       }
-      ReferenceHead x;
-      x.recipe = spec.recipe;
-      x.mask = spec.mask;
-      x.scale = stages::score_scale(spec.softmax_scale);
-      x.q_len = document.q_len;
-      x.k_len = document.k_len;
-      x.dim = spec.dim;
-      x.q = ReferenceHead::rows_of(q.operand(), head, document.q_slot, document.q_len);
-      x.g = ReferenceHead::rows_of(g.operand(), head, document.q_slot, document.q_len);
-      x.k = ReferenceHead::rows_of(k.operand(), head / group, document.k_slot, document.k_len);
-      x.v = ReferenceHead::rows_of(v.operand(), head / group, document.k_slot, document.k_len);
-      const std::int64_t slot = head * pack.q_slots + document.q_slot;
+      const ReferenceHead x = reference_head(test, document, head,
+                                             {.q = q.operand(),
+                                              .k = k.operand(),
+                                              .v = v.operand(),
+                                              .g = g.operand(),
+                                              .output_norms = output_norms,
+                                              .delta = delta,
+                                              .row_reference = got.row_reference});
       const std::int64_t row = head * pack.total_q + document.q_token;
-      x.output_norm.assign(output_norms.begin() + slot, output_norms.begin() + slot + x.q_len);
-      x.delta.assign(delta.begin() + slot, delta.begin() + slot + x.q_len);
-      x.mu.assign(got.row_reference.begin() + row, got.row_reference.begin() + row + x.q_len);
 
       for (int i = 0; i < x.q_len; ++i) {
         const std::size_t at = test.q_at(document.q_token + i, head);
@@ -123,7 +102,7 @@ Exercised expect_reference(const AttentionCase& test) {
           EXPECT_EQ(got.row_sum[row + i], mul_rn(f.l, Fp32Ops::exp2(f.m - mu))) << i;
           EXPECT_EQ(got.lse[row + i], stages::log_sum_exp<Fp32Ops>(f.m, f.l)) << i;
         }
-        expect_row("dQ", &got.dq[at], finished(reference_dq(x, i), spec.softmax_scale, rotated), i);
+        expect_row("dQ", &got.dq[at], finished(test, reference_dq(x, i)), i);
         if (testing::Test::HasFailure()) return exercised;
       }
 
@@ -134,7 +113,7 @@ Exercised expect_reference(const AttentionCase& test) {
         if (head % group != group - 1) continue;
         const std::size_t at = test.k_at(document.k_token + j, head / group);
         expect_row("dV", &got.dv[at], dv[j], j);
-        expect_row("dK", &got.dk[at], finished(dk[j], spec.softmax_scale, rotated), j);
+        expect_row("dK", &got.dk[at], finished(test, dk[j]), j);
         if (testing::Test::HasFailure()) return exercised;
       }
       for (int t = 0; t * 128 < x.k_len; ++t) {

@@ -23,66 +23,34 @@ constexpr bool forward_runs(const Recipe& recipe) {
          recipe.key_order == KeyOrder::kDescending and recipe.output == Element::kBf16;
 }
 
-/// What a warpgroup does while it holds the turn.
-enum class TurnAround : std::uint8_t {
-  kNothing,       // there is no turn
-  kScores,        // S, which nobody else multiplies meanwhile
-  kExponentials,  // P and its products
-  kSoftmax,       // the maximum as well
-};
-
-/// Whether P is made while the turn is held.
-constexpr bool covers_exponentials(TurnAround turn) {
-  return turn == TurnAround::kExponentials or turn == TurnAround::kSoftmax;
-}
-
-/// What moves work in time and never changes a bit.
-struct ForwardTuning {
-  TurnAround turn = TurnAround::kSoftmax;
-  int quarters_in_turn = 4;  // quarters of P (32 keys) after which the turn is passed
-  bool early_scores = true;  // the next scores are issued before T is there
-  int split_scores = 0;      // their first 64 keys behind so many quarters of P, 2 or 3; 0: whole
-  bool join_items = false;   // an item's last step multiplies the next item's first scores
-};
-
-/// Two warpgroups wait for one another's exponentials; three have a multiprocessor's exponential
-/// unit for the bottleneck (d = 64: 1,024 clk a tile of 128 x 128, matrix instructions 528), which
-/// should not stand still during a maximum.
-constexpr ForwardTuning default_tuning(int head_dim) {
-  if (head_dim == 64) return {.turn = TurnAround::kExponentials, .early_scores = false};
-  return {};
-}
-
 /// One instance of the kernel. kWithDump: for tests, writes ForwardParams::dump.
-template <int kHeadDim, ForwardTuning kTheTuning = default_tuning(kHeadDim), bool kWithDump = false>
+template <int kHeadDim, bool kWithDump = false>
 struct ForwardConfig {
   static constexpr int kDim = kHeadDim;
-  static constexpr ForwardTuning kTuning = kTheTuning;
   static constexpr bool kDump = kWithDump;
   static constexpr int kConsumers = kDim == 64 ? 3 : 2;  // warpgroups, each with 64 query rows
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = kDim == 64 ? 8 : 4;  // key tiles in flight
-  // Items in flight: what is worked on, and, since one warpgroup may be an item ahead of another
-  // when it looks at the item after its own, that and one more.
-  static constexpr int kItems = kTuning.join_items ? 3 : 2;
+  static constexpr int kItems = 2;                    // items in flight
+  // Whether the next scores are issued before T is there. At d = 64 they are not: codes would keep
+  // their registers, of which three warpgroups have too few.
+  static constexpr bool kEarlyScores = kDim == 128;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = kDim == 64 ? 160 : 232;
   static constexpr int kProducerRegisters = kDim == 64 ? 32 : 40;
 
-  static constexpr tile::Swizzle kRowSwizzle =  // of Q and K
-      kDim == 64 ? tile::Swizzle::k64 : tile::Swizzle::k128;
-  static constexpr tile::Swizzle kValueSwizzle = tile::Swizzle::k128;  // of V^T
-  static constexpr int kOutputs = kDim / 2;                            // accumulator registers of O
+  static constexpr tile::Swizzle kRowSwizzle = tile::swizzle_of(kDim);  // of Q and K
+  static constexpr tile::Swizzle kValueSwizzle = tile::Swizzle::k128;   // of V^T
+  static constexpr int kOutputs = kDim / 2;             // accumulator registers of O
   static constexpr int kOutputsAndSums = kOutputs + 4;  // with eight columns of ones: the row sum
 
   static_assert(kDim == 64 or kDim == 128);
-  static_assert(tile::row_bytes(kRowSwizzle) == kDim);
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));
 };
 
 /// The same with a dump.
 template <class Config>
-using WithDump = ForwardConfig<Config::kDim, Config::kTuning, true>;
+using WithDump = ForwardConfig<Config::kDim, true>;
 
 /// What an instance with kWithDump tells tests of every (query head, query, key), and of every
 /// (query head, query, key tile) of which the query sees a key; the rest stays as it was. Keys

@@ -6,12 +6,13 @@
 // and three at d = 64, own 64 query rows each and walk the key tiles from the diagonal down
 // (step.cuh):
 //
-//   WG 1   max exp pack, PV(32) x 4 | S(t-1) beside O = O alpha + T | wait for the turn
-//   WG 2   wait for the turn        | max exp pack, PV(32) x 4      | S(t-1) beside ...
+//   WG 1   max exp pack, PV(32) x 4 | S(t-1) beside O = O alpha + T | max exp ...
+//   WG 2   ... O = O alpha + T      | max exp pack, PV(32) x 4      | S(t-1) beside ...
 //
-// A turn passes between them so that one is in its exponentials while the tensor core works for
-// the others. P leaves the score registers in the order pi of tile/swizzle.h, which V^T shares. The
-// row sum rides in the PV product as eight columns of ones (tiles whose EV is uniform).
+// Nothing but the units that they wait for keeps them apart, so that one is in its exponentials
+// while the tensor core works for the others. P leaves the score registers in the order pi of
+// tile/swizzle.h, which V^T shares. The row sum rides in the PV product as eight columns of ones
+// (tiles whose EV is uniform).
 #pragma once
 
 #include "base/division.h"
@@ -40,9 +41,8 @@ struct alignas(1024) SharedStorage {
   std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
   KeyFactors factors[Config::kStages];              // of tiles that are not uniform
   std::uint32_t facts[Config::kStages];             // beside each key tile: TileFacts
-  RowFacts rows[Config::kRows];  // written by the first of the row's quad, read by the quad
-  Work work[Config::kItems];     // beside each q, and EQ of its rows
-  alignas(16) std::int8_t eq[Config::kItems][Config::kRows];
+  Work work[Config::kItems];                        // beside each q
+  RowFacts rows[Config::kItems][Config::kRows];     // the same
   tile::RingBarriers<Config::kItems> q_ring;
   tile::RingBarriers<Config::kStages> kv_ring;
 };
@@ -70,19 +70,16 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
       if (leader) ptx::mbarrier_arrive(q_full);
       return;
     }
+    state_rows<Config>(params.mask, work,
+                       params.q_exponents + work.item.head * params.q_slots + work.document.q_slot +
+                           work.item.first,
+                       shared.rows[q_at.stage]);
+    __syncwarp();
     if (leader) {
-      const std::int64_t query =
-          work.item.head * params.q_slots + work.document.q_slot + work.item.first;
-      // The last rows of the last document may end before kRows slots do.
-      const int eq_bytes = static_cast<int>(
-          min(std::int64_t{Config::kRows},
-              params.heads_k * params.queries_per_key_head * params.q_slots - query));
-      ptx::mbarrier_arrive_expect(q_full, sizeof(shared.q[0]) + eq_bytes);
+      ptx::mbarrier_arrive_expect(q_full, sizeof(shared.q[0]));
       ptx::copy_tensor_3d(ptx::shared_address(shared.q[q_at.stage]), &params.q, 0,
                           static_cast<int>(work.document.q_slot) + work.item.first, work.item.head,
                           q_full);
-      ptx::copy_bulk(ptx::shared_address(shared.eq[q_at.stage]), params.q_exponents + query,
-                     eq_bytes, q_full);
     }
     q_at.advance();
 
@@ -171,8 +168,6 @@ template <class Config>
 __device__ void attend(const ForwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int warp = (threadIdx.x / 32) % 4;
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
-  constexpr bool kTurns = Config::kTuning.turn != TurnAround::kNothing;
-  if (kTurns) SoftmaxTurn<Config>::open(consumer);
 
   constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
   const std::uint32_t q_base = ptx::opaque(
@@ -182,22 +177,18 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
   tile::RingPosition<Config::kItems> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   Rows<Config> rows;
-  rows.facts = shared.rows + consumer * 64 + tile::fragment_row(threadIdx.x % 128, 0);
-  const auto q_low_at = [&](int stage) {
-    return ptx::opaque(q_base + stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
-  };
-  float s[64];
-  std::uint32_t facts = 0;
-  bool ready = false;  // s holds the scores of the item's first tile, and `facts` its facts
   while (true) {
     shared.q_ring.wait_full(q_at);
     const Work& work = shared.work[q_at.stage];
     if (work.last) break;
     const int first_row = work.item.first + 64 * consumer;
-    rows.start(params.mask, work, shared.eq[q_at.stage], first_row);
-    const std::uint32_t q_low = q_low_at(q_at.stage);
+    rows.start(shared.rows[q_at.stage] + consumer * 64 + tile::fragment_row(threadIdx.x % 128, 0));
+    const std::uint32_t q_low =
+        ptx::opaque(q_base + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
+    float s[64];
+    std::uint32_t facts = 0;
     int remaining = work.visits.size();
-    if (remaining > 0 and not ready) {
+    if (remaining > 0) {
       shared.kv_ring.wait_full(kv_at);
       ptx::wgmma_fence();
       issue_scores<Config>(s, q_low, k_base + kv_at.stage * kStageStep);
@@ -205,7 +196,6 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
-    ready = false;
     int begin = (work.visits.end - 1) * kKeyTile;
     for (; remaining > 0; --remaining) {
       enter_tile(rows, facts, params.score_scale);
@@ -213,24 +203,11 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       tile.begin = begin;
       tile.factors = shared.factors + kv_at.stage;
       tile.low = k_base + kv_at.stage * kStageStep;
-      tile.next_q_low = q_low;
-      // The last step before an item that is not there multiplies a tile that is; nobody reads the
-      // result.
+      tile.q_low = q_low;
+      // The last step multiplies a tile that is there; nobody reads the result.
       tile::RingPosition<Config::kStages> next = kv_at;
       if (remaining > 1) {
         next.advance();
-      } else if constexpr (Config::kTuning.join_items) {
-        tile::RingPosition<Config::kItems> follower = q_at;
-        follower.advance();
-        shared.q_ring.wait_full(follower);
-        const Work& other = shared.work[follower.stage];
-        ready = not other.last and not other.visits.empty();
-        if (ready) {
-          next.advance();
-          tile.next_q_low = q_low_at(follower.stage);
-        }
-      }
-      if (remaining > 1 or ready) {
         shared.kv_ring.wait_full(next);
         facts = shared.facts[next.stage];
       }
@@ -246,7 +223,8 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       } else if (kind == Step::kGeneralMasked) {
         step<Config, Step::kGeneralMasked>(rows, s, tile, consumer, params, work);
       } else {
-        skip<Config>(s, tile, consumer);
+        ptx::wgmma_fence();
+        issue_scores<Config>(s, tile.q_low, tile.next_low);
       }
       if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
       kv_at = next;
@@ -254,12 +232,11 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
-    if (not work.visits.empty() and not ready) kv_at.advance();
+    if (not work.visits.empty()) kv_at.advance();
     store(params, work, rows, first_row, shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
     if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
     q_at.advance();
   }
-  if (kTurns) SoftmaxTurn<Config>::close(consumer);
 }
 
 template <class Config>

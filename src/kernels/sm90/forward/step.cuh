@@ -5,7 +5,6 @@
 #include "kernels/sm90/forward/config.h"
 #include "kernels/sm90/forward/dump.cuh"
 #include "kernels/sm90/forward/tiles.h"
-#include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
 #include "ptx/math.h"
 #include "ptx/wgmma.h"
@@ -18,11 +17,23 @@ namespace mxattn::kernels::sm90::forward {
 inline constexpr int kNoUnit = -1000;               // no byte
 inline constexpr std::uint32_t kNoFacts = 0x8080u;  // exponents that no token has
 
-/// What rarely matters of a query row: kept in shared memory, where it costs no register.
+/// What rarely matters of a query row: in shared memory, where it costs no register.
 struct RowFacts {
   Range visible;  // keys; empty for rows past the document's end
   int eq;         // the stored byte
 };
+
+/// Facts of the rows of an item, by a warp. eq: of the item's first row.
+template <class Config>
+__device__ __forceinline__ void state_rows(const Mask& mask, const Work& work,
+                                           const std::int8_t* eq, RowFacts* facts) {
+  const Document& d = work.document;
+  for (int i = static_cast<int>(threadIdx.x % 32); i < Config::kRows; i += 32) {
+    const int row = work.item.first + i;
+    const bool valid = row < d.q_len;
+    facts[i] = {valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0}, valid ? eq[i] : 0};
+  }
+}
 
 /// What a thread keeps of its two query rows over the key tiles.
 template <class Config>
@@ -35,33 +46,24 @@ struct Rows {
   int unit[2];  // c of the first tile that the row saw, or kNoUnit
   float a[2];   // score factors of tiles with these facts
   std::uint32_t tile_facts;
-  RowFacts* facts;  // of half 0; half 1 is eight rows on
+  const RowFacts* facts;  // of half 0; half 1 is eight rows on
 
   __device__ __forceinline__ Range visible(int r) const { return facts[8 * r].visible; }
   __device__ __forceinline__ Exponent eq(int r) const {
     return Exponent::stored(static_cast<std::int8_t>(facts[8 * r].eq));
   }
 
-  /// eq: of the item's rows, `first_row` the warpgroup's first of them in the document.
-  __device__ __forceinline__ void start(const Mask& mask, const Work& work, const std::int8_t* eq,
-                                        int first_row) {
+  __device__ __forceinline__ void start(const RowFacts* row_facts) {
+    facts = row_facts;
+    tile_facts = kNoFacts;
 #pragma unroll
     for (int i = 0; i < Config::kOutputs; ++i) o[i] = 0.0f;
-    tile_facts = kNoFacts;
-    const Document& d = work.document;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row + tile::fragment_row(threadIdx.x % 128, r);
       m[r] = -kInfinity;
       l[r] = 0.0f;
       unit[r] = kNoUnit;
-      const bool valid = row < d.q_len;
-      if (threadIdx.x % 4 == 0) {
-        facts[8 * r] = {valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0},
-                        valid ? eq[row - work.item.first] : 0};
-      }
     }
-    __syncwarp();
   }
 };
 
@@ -84,12 +86,9 @@ struct KeyTile {
   int begin;                  // first key
   const KeyFactors* factors;  // of general steps
   std::uint32_t low;          // of the descriptor of K, V^T and the ones behind it
-  std::uint32_t next_q_low;   // of the descriptor of Q of the next scores
-  std::uint32_t next_low;     // and of their K
+  std::uint32_t q_low;        // of the descriptor of Q
+  std::uint32_t next_low;     // of K of the next tile
 };
-
-template <class Config>
-using SoftmaxTurn = Turn<Config::kConsumers, 1>;
 
 template <class Config>
 using RowLayout = tile::Descriptor<Config::kRowSwizzle>;
@@ -98,32 +97,10 @@ using ValueLayout = tile::Descriptor<Config::kValueSwizzle>;
 
 // ---- products ---------------------------------------------------------------------------------
 
-/// Issues S = Q K^T of 64 keys of a tile, into their half of s: the same bits as of all 128.
-template <class Config>
-__device__ __forceinline__ void issue_half_scores(float (&s)[64], std::uint32_t q_low,
-                                                  std::uint32_t k_low, int half) {
-  using Scores = ptx::WgmmaE4m3<kKeyTile / 2>;
-  float(&part)[32] = *reinterpret_cast<float(*)[32]>(s + 32 * half);
-  const std::uint64_t q = RowLayout<Config>::whole(q_low);
-  const std::uint64_t k = RowLayout<Config>::whole(k_low) +
-                          half * (kKeyTile / 2 * Config::kDim / tile::kDescriptorUnit);
-  Scores::fresh_ss(part, q, k);
-#pragma unroll
-  for (int step = 1; step < Config::kDim / stages::kMmaDepth; ++step) {
-    Scores::add_ss(part, q + step * tile::kDescriptorStepK32, k + step * tile::kDescriptorStepK32);
-  }
-  ptx::wgmma_commit_group();
-}
-
 /// Issues S = Q K^T of a tile.
 template <class Config>
 __device__ __forceinline__ void issue_scores(float (&s)[64], std::uint32_t q_low,
                                              std::uint32_t k_low) {
-  if constexpr (Config::kTuning.split_scores != 0) {
-    issue_half_scores<Config>(s, q_low, k_low, 0);
-    issue_half_scores<Config>(s, q_low, k_low, 1);
-    return;
-  }
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
   const std::uint64_t q = RowLayout<Config>::whole(q_low);
   const std::uint64_t k = RowLayout<Config>::whole(k_low);
@@ -305,32 +282,6 @@ __device__ __forceinline__ void promote(Rows<Config>& rows, const float (&t)[kPa
 
 // ---- the step ---------------------------------------------------------------------------------
 
-/// The next scores, waited for, while the others multiply none.
-template <class Config>
-__device__ __forceinline__ void scores_in_turn(float (&s)[64], const KeyTile& tile, int consumer) {
-  SoftmaxTurn<Config>::take(consumer);
-  ptx::wgmma_fence();
-  issue_scores<Config>(s, tile.next_q_low, tile.next_low);
-  ptx::wgmma_wait_group<0>();
-  ptx::pin(s);
-  SoftmaxTurn<Config>::pass(consumer);
-}
-
-/// A tile of which no row sees a key.
-template <class Config>
-__device__ __forceinline__ void skip(float (&s)[64], const KeyTile& tile, int consumer) {
-  if constexpr (Config::kTuning.turn == TurnAround::kScores) {
-    scores_in_turn<Config>(s, tile, consumer);
-    return;
-  }
-  if constexpr (covers_exponentials(Config::kTuning.turn)) {
-    SoftmaxTurn<Config>::take(consumer);
-    SoftmaxTurn<Config>::pass(consumer);
-  }
-  ptx::wgmma_fence();
-  issue_scores<Config>(s, tile.next_q_low, tile.next_low);
-}
-
 /// One tile. General steps give the same bits as the others for a row whose visible keys share EK
 /// and EV: they multiply by powers of two, of scores before and of P behind its rounding places,
 /// and these are 1, or are in rows.a, where exponents agree. The others need a scale >= 0, so that
@@ -339,8 +290,6 @@ template <class Config, Step kStep>
 __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const KeyTile& tile,
                                      int consumer, const ForwardParams& params, const Work& work) {
   constexpr bool kMasked = is_masked(kStep), kGeneral = is_general(kStep);
-  constexpr ForwardTuning kTuning = Config::kTuning;
-  if (kTuning.turn == TurnAround::kSoftmax) SoftmaxTurn<Config>::take(consumer);
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
   if constexpr (kMasked) mask_scores<Config, kGeneral>(rows, s, tile, most_ev);
@@ -363,7 +312,6 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   raise_maximum<Config, kMasked>(rows, top, alpha);
 #pragma unroll
   for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
-  if (kTuning.turn == TurnAround::kExponentials) SoftmaxTurn<Config>::take(consumer);
 
   // c of each row, and 2^-c.
   const Exponent tile_ev = Exponent::stored(TileFacts::ev(rows.tile_facts));
@@ -381,12 +329,9 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     }
   }
 
-  // P in quarters of 32 keys; each is multiplied as soon as it is packed. The next scores are
-  // multiplied while T is added to O, the first half of them during the last exponentials. NOTE:
-  // until T is there the codes keep their registers, which general steps do not have.
-  constexpr bool kScoresInTurn = kTuning.turn == TurnAround::kScores;
-  constexpr bool kEarly = kTuning.early_scores and not kGeneral and not kScoresInTurn;
-  constexpr bool kSplit = kTuning.split_scores != 0 and kEarly;
+  // P in quarters of 32 keys; each is multiplied as soon as it is packed. NOTE: with early scores
+  // the codes keep their registers until T is there, which general steps do not have.
+  constexpr bool kEarly = Config::kEarlyScores and not kGeneral;
   float t[kGeneral ? Config::kOutputs : Config::kOutputsAndSums];
   float sums[4];
   std::uint32_t codes[4][4];
@@ -424,24 +369,15 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
         dump.codes(params.dump.hs, kGeneral ? weights[g] : codes[g], rows.visible(r), r, key);
       }
     }
-    if (kSplit and g + 1 == kTuning.split_scores) {
-      issue_half_scores<Config>(s, tile.next_q_low, tile.next_low, 0);
-    }
-    if (covers_exponentials(kTuning.turn) and g + 1 == kTuning.quarters_in_turn) {
-      SoftmaxTurn<Config>::pass(consumer);
-    }
   }
-  if (kSplit) {
-    issue_half_scores<Config>(s, tile.next_q_low, tile.next_low, 1);
-  } else if (kEarly) {
-    issue_scores<Config>(s, tile.next_q_low, tile.next_low);
-  }
+  // The next scores are multiplied while T is added to O.
+  if (kEarly) issue_scores<Config>(s, tile.q_low, tile.next_low);
   ptx::wgmma_wait_group<kEarly ? 1 : 0>();
   ptx::pin(t);
   if constexpr (kGeneral) ptx::pin(sums);
-  if (not kEarly and not kScoresInTurn) {
+  if (not kEarly) {
     ptx::wgmma_fence();
-    issue_scores<Config>(s, tile.next_q_low, tile.next_low);
+    issue_scores<Config>(s, tile.q_low, tile.next_low);
   }
   if (c[0].value != rows.unit[0] or c[1].value != rows.unit[1]) {
     const bool saw[2] = {not kMasked or sees_any(rows.visible(0), tile.begin),
@@ -453,7 +389,6 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   } else {
     promote(rows, t, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
   }
-  if (kScoresInTurn) scores_in_turn<Config>(s, tile, consumer);
   if constexpr (Config::kDump) {
     const DumpRows dump(params, work, consumer);
     for (int r = 0; r < 2; ++r) {
