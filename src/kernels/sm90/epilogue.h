@@ -171,23 +171,23 @@ struct Sums {
   /// partial = (sum or 0) + 2^e partial: the end of an item, after settle().
   __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],
                                          bool started) const {
-    const auto add = [&](int i, const float4& s) {
-      partial[i] = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
-      partial[i + 1] = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
-      partial[i + 2] = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
-      partial[i + 3] = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
-    };
-    if (not started) {
+    // stages::promote to a sum of 0, and what is in memory to that: in place, so that an item that
+    // was never promoted takes no other way through the registers.
 #pragma unroll
-      for (int i = 0; i < kRegisters; i += 4) add(i, float4{0, 0, 0, 0});
-      return;
+    for (int i = 0; i < kRegisters; ++i) {
+      partial[i] = stages::promote<DeviceOps>(0.0f, partial[i], scale[tile::fragment_half(i)]);
     }
+    if (not started) return;
     // Opaque: the address would be formed again for every load.
     const float4* const sums = global + ptx::opaque(threadIdx.x % 128);
 #pragma unroll
     for (int i = 0; i < kRegisters; i += 4) {
       // NOTE: past L1, which does not see what the copy engine wrote.
-      add(i, __ldcg(sums + (i / 4) * 128));
+      const float4 s = __ldcg(sums + (i / 4) * 128);
+      partial[i] = DeviceOps::add(s.x, partial[i]);
+      partial[i + 1] = DeviceOps::add(s.y, partial[i + 1]);
+      partial[i + 2] = DeviceOps::add(s.z, partial[i + 2]);
+      partial[i + 3] = DeviceOps::add(s.w, partial[i + 3]);
       // A few loads at a time: all of them would need more registers than there are.
       if (i % 32 == 28) __syncwarp();
     }

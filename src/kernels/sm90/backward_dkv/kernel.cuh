@@ -2,15 +2,17 @@
 //
 // A CTA owns 128 keys of one document and key head and walks the queries that see them in steps of
 // 64, query heads of the group one after the other. Warpgroup 0 loads: warp 0 keeps steps in flight
-// through the copy engine, warp 1 forms what each query of a step adds (addend, D'). Warpgroups 1
-// and 2 own 64 keys each; scores are computed transposed (keys x queries), so that P and dS leave
-// the accumulators as A operands:
+// through the copy engine, warps 1 to 3 form what each query of a step adds (addend, D').
+// Warpgroups 1 and 2 own 64 keys each; scores are computed transposed (keys x queries), so that P
+// and dS leave the accumulators as A operands:
 //
 //   block i:  dV += P(i)^T G(i)   dK += dS(i)^T Q(i)   S(i+1) = K Q(i+1)^T   dP(i+1) = V G(i+1)^T
 //   phase i:  P, dS of step i from S, dP; nothing in flight
 //
 // While one warpgroup is in its block the other is in its phase; no barrier holds them to it.
 // dV and dK stay in the tensor core's accumulators and are added to FP32 sums at fixed places.
+//
+// With DsScale::kRow the exponent of dS is one of the key and step, and each step's dK is added.
 #pragma once
 
 #include "kernels/sm90/backward.h"
@@ -318,8 +320,8 @@ struct SeenColumns {
 };
 
 /// Phase of a pair of 8-query blocks, four queries of the thread: factors(h, e) are those of key h
-/// and query e. seen: null without masks.
-template <class Config, class Factors>
+/// and query e. seen: null without masks. kNarrow: one key after the other, for want of registers.
+template <class Config, bool kNarrow, class Factors>
 __device__ __forceinline__ void phase_pair(int pair, const float (&s)[32], float (&dp)[32],
                                            const float (&addend)[4], const float (&delta)[4],
                                            const Factors& factors, const SeenColumns* seen,
@@ -345,6 +347,7 @@ __device__ __forceinline__ void phase_pair(int pair, const float (&s)[32], float
     if constexpr (not Config::kRowScale) {
       codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
     }
+    if constexpr (kNarrow) __syncwarp();
   }
 }
 
@@ -371,7 +374,7 @@ __device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32
       ptx::from_fp16x2(addends, addend[2 * n], addend[2 * n + 1]);
       ptx::from_fp16x2(deltas, delta[2 * n], delta[2 * n + 1]);
     }
-    phase_pair<Config>(
+    phase_pair<Config, false>(
         pair, s, dp, addend, delta, [&](int h, int) { return factors[h]; },
         kMasked ? &seen : nullptr, codes);
   }
@@ -405,13 +408,12 @@ __device__ __forceinline__ void phase_general(const float (&s)[32], float (&dp)[
           ptx::from_fp16x2(stats.delta_pairs[pair_word(2 * pair + n, column / 2)], delta[2 * n],
                            delta[2 * n + 1]);
         }
-        phase_pair<Config>(
+        phase_pair<Config, true>(
             pair, s, dp, addend, delta,
             [&](int h, int e) {
               return factors_at(h, 16 * (pair % 2) + 8 * (e / 2) + column + e % 2);
             },
             &seen, codes);
-        __syncwarp();  // one pair's loads at a time: registers are few
       }
     };
     const auto factors_of_key = [&](int h, int query) {
@@ -498,18 +500,16 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const int total = work.visits.size() * params.queries_per_key_head;
     const int first_key = work.item.first + 64 * consumer;
 
-    KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
+    // On their way while the first scores are multiplied.
+    KeyFacts own[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = first_key + tile::fragment_row(thread, h);
       const bool valid = key < d.k_len;
       const std::int64_t slot = work.item.head * params.k_slots + d.k_slot + key;
-      if (quad_lane == 0) {
-        keys[8 * h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
-                       valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
-      }
+      own[h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
+                valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
     }
-    __syncwarp();
     float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
     bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
@@ -560,6 +560,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
     }
     if (total <= 1) release_keys();
+    KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
+    if (quad_lane == 0) {
+      keys[0] = own[0];
+      keys[8] = own[1];
+    }
+    __syncwarp();
     int step = work.visits.begin;
     const int steps_end = work.visits.end;
     for (int i = 0; i < total; ++i) {
@@ -683,17 +689,28 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer][0] + warp * (Config::kFloat4s / 4));
     dv_sums().settle(dv_started or dk_started);
-    const float c_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
-    const float r_scale =
-        total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
-    dv_sums().finish(dv, {c_scale, c_scale}, dv_started);
-    dk_sums().finish(dk, {r_scale, r_scale}, dk_started);
-    __syncwarp();  // rows are staged where sums were
-    store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
-                                  row, work.document.k_len);
-    finish_rotated(dk, params.softmax_scale, params.rotate);
-    store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
-                                  row, work.document.k_len);
+    const auto end_dv = [&] {
+      const float scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
+      dv_sums().finish(dv, {scale, scale}, dv_started);
+      store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
+                                    row, work.document.k_len);
+    };
+    const auto end_dk = [&] {
+      const float scale =
+          total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
+      dk_sums().finish(dk, {scale, scale}, dk_started);
+      finish_rotated(dk, params.softmax_scale, params.rotate);
+      store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
+                                    row, work.document.k_len);
+    };
+    // Rows are staged where the first sum is. If that is dK's, it must be out before dV's are.
+    if constexpr (Config::kDkSums == SumPlace::kShared and Config::kSharedSums == 1) {
+      end_dk();
+      end_dv();
+    } else {
+      end_dv();
+      end_dk();
+    }
     ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));  // every lane: it happens rarely
   }
 }

@@ -9,6 +9,8 @@
 // A turn passes between the two, so that one is in its phase while the other is in its block.
 // dQ stays in the tensor core's accumulators, a power of two r_i a row, and is added to an FP32 sum
 // at fixed places. Row constants live in registers, so the phase of a uniform tile loads nothing.
+//
+// With DsScale::kRow the exponent of dS is one of the row and tile, and each tile's dQ is added.
 #pragma once
 
 #include "kernels/sm90/backward.h"
@@ -167,8 +169,9 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
       if (rows) {
         offset = work.key_head * params.k_slots + slot + kKeyTile;
         const int keys = min(kKeyTile, d.k_len - next * kKeyTile);
-        const bool uniform = is_uniform<Config>(params.k_exponents + offset, keys) and
-                             is_uniform<Config>(params.v_exponents + offset, keys);
+        const bool uniform_k = is_uniform<Config>(params.k_exponents + offset, keys);
+        const bool uniform_v = is_uniform<Config>(params.v_exponents + offset, keys);
+        const bool uniform = uniform_k and uniform_v;
         const bool rare = next == work.visits.begin or next % 8 == 7 or
                           next * kKeyTile == stages::chunk_begin(stages::chunk_of(next * kKeyTile));
         const auto phase = [&](Range whole) {
@@ -352,6 +355,7 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
         dp[i] = ds[j];
         codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
       }
+      if (j % 4 == 3) __syncwarp();  // a few keys at a time, for want of registers
     }
     if constexpr (not Config::kRowScale) tile::pack_operand(codes.ds[k], ds);
   }
@@ -388,6 +392,8 @@ __device__ __forceinline__ void largest_exponents(const std::int8_t* ek, const R
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const Range seen = seen_in_chunk(rows[8 * h], chunk);
+      largest[h] = 0;
+      if (seen.empty()) continue;
       const Range inner = shared.empty() ? Range{seen.end, seen.end} : shared;
       int own = most;
       for (int key = seen.begin; key < inner.begin; ++key) own = max(own, int{ek[key]});
@@ -467,13 +473,14 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
 
-    RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
+    // On their way while the first scores are multiplied.
+    RowFacts own[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + tile::fragment_row(thread, h);
       const bool valid = row < d.q_len;
       const std::int64_t slot = work.item.head * params.q_slots + d.q_slot + row;
-      RowFacts facts{};
+      RowFacts& facts = own[h] = {};
       facts.visible = valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
       facts.r = cuda::kNoScale;
       if (not facts.visible.empty()) {
@@ -484,9 +491,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         facts.ng = params.g_norms[slot];
         facts.no = params.o_norms[slot];
       }
-      if (threadIdx.x % 4 == 0) rows[8 * h] = facts;
     }
-    __syncwarp();
     const int tiles_end = work.visits.end;
     float dq[Config::kOutputs], s[64], dp[64];
     RowFactors factors;
@@ -533,6 +538,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
     }
     if (work.visits.size() <= 1) release_queries();
+    RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
+    if (threadIdx.x % 4 == 0) {
+      rows[0] = own[0];
+      rows[8] = own[1];
+    }
+    __syncwarp();
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
@@ -629,7 +640,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                             keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
     sums().settle(started);
     sums().finish(dq, scale, started);
-    __syncwarp();  // rows are staged where sums were
     finish_rotated(dq, params.softmax_scale, params.rotate);
     std::uint16_t* const staging =
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
