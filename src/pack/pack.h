@@ -93,6 +93,9 @@ struct Pack {
 };
 
 inline constexpr std::int64_t kSlotAlignment = 16;
+// Rows of operand buffers come in lines of a device's cache: (heads, d, slots) of bytes, so that no
+// row of a transposed copy begins inside a line.
+inline constexpr std::int64_t kCapacityAlignment = 128;
 
 /// First slot of a document, from its offset and position alone: no sum over the documents before
 /// it, so a device can compute it in place. Gaps between documents are 1 to 31 slots.
@@ -103,8 +106,8 @@ constexpr std::int64_t document_slot(std::int64_t offset, int document) {
 /// Rows of an operand buffer that hold any pack of `total` tokens in `num_documents` documents:
 /// known without reading the lengths, so that buffers can be sized without a host sync.
 constexpr std::int64_t slot_capacity(std::int64_t total, int num_documents) {
-  return (total + kSlotAlignment * num_documents + kSlotAlignment - 1) / kSlotAlignment *
-         kSlotAlignment;
+  return (total + kSlotAlignment * num_documents + kCapacityAlignment - 1) / kCapacityAlignment *
+         kCapacityAlignment;
 }
 
 /// Builds the pack; throws Error (kInvalidArgument) that names the argument, the position and what

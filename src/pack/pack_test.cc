@@ -142,6 +142,8 @@ TEST(Pack, BitEqualRandomPacksHoldTheirPromises) {
     const Pack pack = make_pack(q, k, q.back() + spare, k.back() + spare);
     ASSERT_EQ(pack.q_slots, slot_capacity(q.back() + spare, num_documents));
     ASSERT_EQ(pack.k_slots, slot_capacity(k.back() + spare, num_documents));
+    ASSERT_EQ(pack.q_slots % 128, 0);
+    ASSERT_LT(pack.q_slots, q.back() + spare + 16 * num_documents + 128);
     ASSERT_EQ(pack.documents.size(), q.size() - 1);
 
     // Every token and every slot belongs to one document at most; slots are aligned and fit.

@@ -31,7 +31,7 @@ struct ForwardConfig {
   static constexpr int kConsumers = kDim == 64 ? 3 : 2;  // warpgroups, each with 64 query rows
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = kDim == 64 ? 8 : 4;  // key tiles in flight
-  static constexpr int kItems = 2;                    // items in flight
+  static constexpr int kItems = 3;                    // items in flight
   // Whether the next scores are issued before T is there. At d = 64 they are not: codes would keep
   // their registers, of which three warpgroups have too few.
   static constexpr bool kEarlyScores = kDim == 128;
