@@ -4,15 +4,14 @@
 //
 // Instances that leave codes in memory run on what a call of the shipped ones left; their outputs
 // have the same bits.
+#include "support/sm90_dump.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
 
-#include "kernels/sm90/instances.h"
-#include "kernels/sm90/params.h"
-#include "support/device_array.h"
 #include "support/device_attention.h"
 #include "support/faithful_reference.h"
 #include "support/random_cases.h"
@@ -22,20 +21,9 @@
 namespace mxattn::test {
 namespace {
 
-using namespace kernels::sm90;
+using kernels::sm90::ForwardConfig;
 
 class Sm90Dump : public Hopper {};
-
-/// Codes (heads, tokens, keys) and statistics of rows and key tiles, on the host.
-struct Dump {
-  std::int64_t tokens = 0, keys = 0;
-  std::vector<std::uint8_t> h, hs, t, ds_dkv, ds_dq;
-  std::vector<float> alpha, maximum, correction;
-
-  std::size_t row(int head, std::int64_t token) const {
-    return static_cast<std::size_t>(head * tokens + token);
-  }
-};
 
 /// How often codes differ from those of the restatement.
 struct CodeCount {
@@ -100,74 +88,6 @@ class DumpedWeights {
   int head_;
   std::int64_t first_token_;
   CodeCount& count_;
-};
-
-/// Runs the instances with a dump on what the last calls of `device` left.
-class Dumper {
- public:
-  Dumper(DeviceAttention& device, const AttentionCase& test) : device_(device) {
-    const auto& documents = test.pack().documents;
-    int longest = 1;
-    for (const Document& d : documents) longest = std::max(longest, d.k_len);
-    dump_.tokens = test.pack().total_q;
-    dump_.keys = (longest + 127) / 128 * 128;
-    rows_ = static_cast<std::size_t>(test.spec().heads_q * dump_.tokens);
-  }
-
-  template <class Config>
-  void forward() {
-    const auto keys = static_cast<std::size_t>(dump_.keys);
-    DeviceArray<std::uint8_t> h(rows_ * keys), hs(rows_ * keys);
-    DeviceArray<float> alpha(rows_ * keys / 128), maximum(rows_ * keys / 128), correction(rows_);
-    Carver carver(device_.workspace);
-    const ForwardWorkspace workspace(carver, device_.device_problem());
-    ForwardParams params = forward_params(device_.device_problem(), device_.device_call(nullptr),
-                                          device_.forward_args(), workspace, workspace.list);
-    params.dump = {.h = h.data(),
-                   .hs = hs.data(),
-                   .alpha = alpha.data(),
-                   .maximum = maximum.data(),
-                   .correction = correction.data(),
-                   .key_tiles = dump_.keys / 128};
-    launch_forward<WithDump<Config>>(params, device_.device_problem().multiprocessors, nullptr);
-    MXATTN_EXPECT_CUDA(cudaDeviceSynchronize());
-    dump_.h = h.to_host();
-    dump_.hs = hs.to_host();
-    dump_.alpha = alpha.to_host();
-    dump_.maximum = maximum.to_host();
-    dump_.correction = correction.to_host();
-  }
-
-  void backward() {
-    const auto keys = static_cast<std::size_t>(dump_.keys);
-    DeviceArray<std::uint8_t> t(rows_ * keys), ds_dkv(rows_ * keys), ds_dq(rows_ * keys);
-    Carver carver(device_.workspace);
-    const kernels::DeviceProblem& problem = device_.device_problem();
-    const BackwardWorkspace workspace(carver, problem);
-    const CodeDump dump{
-        .t = t.data(), .ds_dkv = ds_dkv.data(), .ds_dq = ds_dq.data(), .keys = dump_.keys};
-    const kernels::DeviceCall call = device_.device_call(nullptr);
-    const kernels::BackwardArgs args = device_.backward_args();
-    BackwardParams dkv = dkv_params(problem, call, args, workspace, workspace.dkv_list);
-    dkv.dump = dump;
-    launch_backward_dkv<DkvConfig<128, DsScale::kNorm, true>>(dkv, problem.multiprocessors,
-                                                              nullptr);
-    BackwardParams dq = dq_params(problem, call, args, workspace, workspace.dq_list);
-    dq.dump = dump;
-    launch_backward_dq<DqConfig<128, true, DsScale::kNorm, true>>(dq, problem.multiprocessors,
-                                                                  nullptr);
-    MXATTN_EXPECT_CUDA(cudaDeviceSynchronize());
-    dump_.t = t.to_host();
-    dump_.ds_dkv = ds_dkv.to_host();
-    dump_.ds_dq = ds_dq.to_host();
-  }
-
-  const Dump& dump() const { return dump_; }
-
- private:
-  DeviceAttention& device_;
-  std::size_t rows_ = 0;
-  Dump dump_;
 };
 
 void expect_row(const char* what, const Bf16Vector& device, std::size_t at,

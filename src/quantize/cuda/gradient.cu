@@ -63,74 +63,115 @@ __device__ __forceinline__ void chain_outputs(const uint4& unit, float& low, flo
   high = __uint_as_float(ptx::permute_bytes(unit.z, unit.w, selector) & 0xFFFF0000u);
 }
 
+/// Largest and least magnitude of elements of O that are not 0, as BF16 bits, which order like
+/// magnitudes, NaN last. Both are 0 where there are none.
+class Extremes {
+ public:
+  /// Two elements.
+  __device__ __forceinline__ void add(std::uint32_t pair) {
+    most_ = __vmaxu2(most_, pair & 0x7FFF7FFFu);
+    // Magnitudes less 1: zeros become the largest.
+    below_ = __vminu2(below_, ((pair | 0x80008000u) - 0x00010001u) ^ 0x80008000u);
+  }
+  /// Over the lanes of the row.
+  __device__ __forceinline__ void reduce() {
+#pragma unroll
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
+      most_ = __vmaxu2(most_, __shfl_xor_sync(0xFFFFFFFFu, most_, lanes));
+      below_ = __vminu2(below_, __shfl_xor_sync(0xFFFFFFFFu, below_, lanes));
+    }
+  }
+  __device__ __forceinline__ int most() const {
+    return static_cast<int>(max(most_ & 0xFFFFu, most_ >> 16));
+  }
+  __device__ __forceinline__ int least() const {
+    return static_cast<std::int16_t>(min(below_ & 0xFFFFu, below_ >> 16)) + 1;
+  }
+
+ private:
+  std::uint32_t most_ = 0, below_ = 0xFFFFFFFFu;
+};
+
 /// What is summed over the channels of a row; lanes of the row agree.
 struct RowSums {
-  float squares;      // of the codes
-  float delta;        // of restored codes times O
-  float largest;      // magnitude of O; NaN if O holds one
-  std::uint32_t any;  // not 0 if a code is not 0
+  float squares;  // of the codes
+  float delta;    // of restored codes times O
+  float outputs;  // of O
+  Extremes extremes;
 };
 
 template <class L>
 __device__ __forceinline__ RowSums sum_row(Shared<L>& shared, int slot, int exponent) {
-  Chain squares, delta;
-  RowSums sums{0, 0, 0, 0};
+  Chain squares, delta, outputs;
+  RowSums sums;
   const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
 #pragma unroll 2
   for (int c = 0; c < L::kDim; c += 16) {
-    const uint4 codes = *reinterpret_cast<const uint4*>(shared.codes.at(slot, c));
-    sums.any |= (codes.x | codes.y | codes.z | codes.w) & 0x7F7F7F7Fu;
     float g[4], o[4];
-    chain_codes(codes, g);
-    chain_outputs(*shared.out.at(slot, c / 8), o[0], o[1]);
-    chain_outputs(*shared.out.at(slot, c / 8 + 1), o[2], o[3]);
+    chain_codes(*reinterpret_cast<const uint4*>(shared.codes.at(slot, c)), g);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4* const unit = shared.out.at(slot, c / 8 + half);
+      chain_outputs(*unit, o[2 * half], o[2 * half + 1]);
+      sums.extremes.add(reinterpret_cast<const std::uint32_t*>(unit)[threadIdx.x % kRowLanes]);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       squares.add(g[i], g[i]);
       delta.add(mul_rn(g[i], restore), o[i]);
-      sums.largest = ptx::max_magnitude(sums.largest, o[i]);
+      outputs.add(o[i], o[i]);
     }
   }
   sums.squares = squares.total();
   sums.delta = delta.total();
-#pragma unroll
-  for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
-    const float other = __shfl_xor_sync(0xFFFFFFFFu, sums.largest, lanes);
-    sums.largest = ptx::max_magnitude(sums.largest, other);
-  }
+  sums.outputs = outputs.total();
+  sums.extremes.reduce();
   return sums;
 }
 
 /// Norm exponent of a row of O: of the row times the power of two that brings its largest magnitude
-/// into [1, 2), that power added afterwards.
+/// into [1, 2), that power added afterwards. Warps call it together.
 template <class L>
-__device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, float largest) {
-  const int exponent = mxattn::detail::normalise(largest).exponent;
-  // Beyond the powers of two that FP32 holds as normal numbers in two steps.
-  const int first = clamp_int(-exponent, stages::kFactorExponentMin, stages::kFactorExponentMax);
-  const float factor = pow2(first);
-  const float second =
-      pow2(clamp_int(-exponent - first, stages::kFactorExponentMin, stages::kFactorExponentMax));
-  Chain squares;
-#pragma unroll 4
-  for (int unit = 0; unit < L::kDim / 8; ++unit) {
-    float o[2];
-    chain_outputs(*tile.at(slot, unit), o[0], o[1]);
+__device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, const RowSums& sums) {
+  // In this range that power changes nothing: no square and no sum leaves FP32's normal range,
+  // whether the row is scaled or not.
+  constexpr int kRange = 30;
+  constexpr auto bits = [](int exponent) { return (127 + exponent) << 7; };  // of BF16
+  const int most = sums.extremes.most();
+  const float largest = __uint_as_float(static_cast<std::uint32_t>(most) << 16);
+  const bool finite = largest < kInfinity;
+  const bool inside =
+      most == 0 or not finite or (most < bits(kRange) and sums.extremes.least() >= bits(-kRange));
+  float sum = sums.outputs;
+  int exponent = 0;
+  if (__any_sync(0xFFFFFFFFu, not inside)) {
+    exponent = mxattn::detail::normalise(largest).exponent;
+    // Beyond the powers of two that FP32 holds as normal numbers in two steps.
+    const int first = clamp_int(-exponent, stages::kFactorExponentMin, stages::kFactorExponentMax);
+    const int second =
+        clamp_int(-exponent - first, stages::kFactorExponentMin, stages::kFactorExponentMax);
+    Chain squares;
+#pragma unroll 1
+    for (int unit = 0; unit < L::kDim / 8; ++unit) {
+      float o[2];
+      chain_outputs(*tile.at(slot, unit), o[0], o[1]);
 #pragma unroll
-    for (const float v : o) {
-      const float x = mul_rn(mul_rn(v, factor), second);
-      squares.add(x, x);
+      for (const float v : o) {
+        const float x = mul_rn(mul_rn(v, pow2(first)), pow2(second));
+        squares.add(x, x);
+      }
     }
+    sum = squares.total();
   }
-  const float sum = squares.total();  // by all lanes
-  if (not(largest < kInfinity)) return stages::kNanExponent;
-  if (largest == 0) return stages::kNormExponentMin;
+  if (not finite) return stages::kNanExponent;
+  if (most == 0) return stages::kNormExponentMin;
   return stages::norm_exponent(sum, exponent);
 }
 
 template <class L>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, int items) {
+    gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, int items,
+                    bool dout_aligned, bool out_aligned) {
   __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -140,9 +181,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   // Rows of the warp's slots in an item: tiles of all heads advance together.
   const auto find = [&](int item, Span span) {
     const int at = item / heads * L::kSlots + slot;
-    find_span(args.cu_seqlens, args.num_documents, at, span);
-    Rows rows = rows_of(span, at, L::kWarpSlots);
-    if (at >= slots) rows.count = 0;  // slots are a multiple of 16
+    if (not holds(span, at)) span = find_span(args.cu_seqlens, args.num_documents, at);
+    Rows rows = rows_of(span, at);
+    if (at >= slots) rows.left = 0;  // slots are a multiple of 16
     __syncwarp();
     if (lane == 0) {
       shared.spans[warp] = span;
@@ -151,10 +192,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     __syncwarp();
   };
   const auto fetch_gradients = [&](int item) {
-    shared.rows.fetch(args.dout, item % heads, shared.next[warp]);
+    shared.rows.fetch(args.dout, dout_aligned, item % heads, shared.next[warp]);
   };
   const auto fetch_outputs = [&](int item) {
-    fetch_rows<L>(args.out, item % heads, shared.next[warp], [&](int pass, int u) {
+    fetch_rows<L>(args.out, out_aligned, item % heads, shared.next[warp], [&](int pass, int u) {
       return shared.out.at(slot + lane_row(pass), first_channel<L>(u) / 8);
     });
   };
@@ -172,9 +213,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       divisors[pass] = 0;
-      if (lane_row(pass) < rows.count) {
+      if (lane_row(pass) < rows.left) {
         const std::int64_t stat = item % heads * args.dout.tokens + rows.token + lane_row(pass);
-        const float sum = args.row_sum[stat];
+        // Volatile: else the compiler waits for lse first.
+        const float sum = *static_cast<const volatile float*>(args.row_sum + stat);
         if (args.lse[stat] != -kInfinity) divisors[pass] = sum;
       }
     }
@@ -198,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const std::int64_t head_slots = std::int64_t{item % heads} * slots;
     const bool present = first_slot + slot < slots;
     encode_rows<L>(values, exponents, 1.0f, slot,
-                   present ? args.g.codes + (head_slots + first_slot) * L::kDim : nullptr,
+                   present ? args.g.codes + (head_slots + first_slot) * L::kDim : nullptr, true,
                    shared.codes);
     if (next < items) fetch_gradients(next);
     __syncwarp();
@@ -208,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (int pass = 0; pass < L::kPasses; ++pass) {
       const int at = slot + lane_row(pass);
       const RowSums sums = sum_row<L>(shared, at, exponents[pass]);
-      const int norm = output_norm<L>(shared.out, at, sums.largest);
+      const int norm = output_norm<L>(shared.out, at, sums);
       if (not present or lane % kRowLanes != 0) continue;
       const bool sees = divisors[pass] != 0;
       const std::int64_t to = row + lane_row(pass);
@@ -219,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                                        : stages::norm_exponent(sums.squares, exponents[pass]));
       args.delta[to] = not sees ? 0.0f : (is_nan(sums.delta) ? kNan : sums.delta);
       args.output_norms[to] = static_cast<std::int8_t>(sees ? norm : stages::kNormExponentMin);
-      args.live[to] = sums.any != 0;
+      args.live[to] = sums.squares != 0;  // of codes that are 0 or at least 2^-9
     }
     __syncwarp();  // the rows of O have been read
     if (next < items) fetch_outputs(next);
@@ -240,7 +282,8 @@ void prepare_gradient(const Recipe& recipe, const GradientArgs& args, cudaStream
     const int items = L::tiles(args.g.slots) * args.g.heads;
     if (items == 0) return;
     const int ctas = std::min(items, kCtas * multiprocessors());
-    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, items);
+    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, items,
+                                                      is_aligned(args.dout), is_aligned(args.out));
     MXATTN_CUDA_CHECK(cudaGetLastError());
   });
 }

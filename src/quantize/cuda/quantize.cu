@@ -24,6 +24,7 @@ constexpr int ctas_of(ScaleGroup group) { return group == ScaleGroup::kBlock32 ?
 /// The items of all tensors, one tensor after the other.
 struct Batch {
   QuantizeArgs tensors[kMaxTensors];
+  bool aligned[kMaxTensors] = {};
   int ends[kMaxTensors] = {};              // of each tensor's items
   std::uint32_t* words[kMaxTensors] = {};  // what tiles publish, (heads, tiles)
   int tiles[kMaxTensors] = {};             // of a head
@@ -31,38 +32,20 @@ struct Batch {
   std::uint32_t* ticket = nullptr;  // the next item
 };
 
-/// Where a warp of an item stands. Tiles of all heads advance together: a tile's predecessor is an
-/// earlier item.
-struct Place {
-  int tensor;
+/// Tiles of all heads advance together: a tile's predecessor is an earlier item.
+struct alignas(16) Item {
+  int tensor;  // -1: there are no more
   int head;
   int tile;
-  int slot;      // of the warp
-  int document;  // -1: no slots
-  Span span;
-  Rows rows;
 };
 
-/// `near` is where the warp stood before.
-template <class L>
-__device__ __forceinline__ Place find_place(const Batch& batch, int item, const Place& near) {
+__device__ __forceinline__ Item item_of(const Batch& batch, std::uint32_t ticket) {
+  const int index = static_cast<int>(ticket);
+  if (index >= batch.items) return {-1, 0, 0};
   int tensor = 0, begin = 0;
-  while (item >= batch.ends[tensor]) begin = batch.ends[tensor++];
-  const QuantizeArgs& args = batch.tensors[tensor];
-  Place place{};
-  place.tensor = tensor;
-  place.tile = (item - begin) / args.out.heads;
-  place.head = (item - begin) % args.out.heads;
-  place.slot = place.tile * L::kSlots + static_cast<int>(threadIdx.x) / 32 * L::kWarpSlots;
-  if (tensor == near.tensor) place.span = near.span;
-  find_span(args.cu_seqlens, args.num_documents, place.slot, place.span);
-  place.rows = rows_of(place.span, place.slot, L::kWarpSlots);
-  place.document = place.span.document;
-  if (place.slot >= args.out.slots) {  // slots are a multiple of 16
-    place.document = -1;
-    place.rows.count = 0;
-  }
-  return place;
+  while (index >= batch.ends[tensor]) begin = batch.ends[tensor++];
+  const int heads = batch.tensors[tensor].out.heads;
+  return {tensor, (index - begin) % heads, (index - begin) / heads};
 }
 
 // ---- maxima of earlier tiles ------------------------------------------------------------------
@@ -104,13 +87,14 @@ template <class L>
 struct Shared {
   RowBuffer<L> rows;
   CodeTile<L> codes;
-  int maximum[kWarps];      // of the exponents of a warp's tokens
-  int beyond[kWarps];       // of those that share a block with the warp's and lie in another tile
-  Place places[2][kWarps];  // of this item and the next, by turns; warps see their own
-  int document[kWarps];
-  bool begins;  // a document begins with the tile
-  int before;   // maximum of the first document's tokens in earlier tiles
-  int item[2];  // the same, one further ahead
+  Item items[2];           // this one and the next, by turns
+  Rows places[2][kWarps];  // of the warps' slots in these, each for its warp alone
+  Span spans[kWarps];      // the documents of the last places
+  int maximum[kWarps];     // of the exponents of a warp's tokens
+  int beyond[kWarps];      // of those that share a block with them and lie in another tile
+  int document[kWarps];    // Rows::document, -1 where there are no slots
+  bool begins;             // a document begins with the tile
+  int before;              // maximum of the first document's tokens in earlier tiles
 };
 
 /// Exponents to running maxima of the warp's tokens, in place.
@@ -147,12 +131,12 @@ __device__ __forceinline__ bool leaves_tile(const Rows& rows) {
 
 /// Exponent of the warp's block of 32 tokens.
 template <class L>
-__device__ __forceinline__ int block_maximum(const Shared<L>& shared, const Place& place) {
+__device__ __forceinline__ int block_maximum(const Shared<L>& shared, const Rows& place) {
   constexpr int kGroupWarps = kGroup / L::kWarpSlots;
   const int warp = threadIdx.x / 32;
   const int own = warp / kGroupWarps * kGroupWarps;
-  const bool leaves = leaves_tile<L>(place.rows);
-  const int other = own + to_other_half(place.rows) / L::kWarpSlots;
+  const bool leaves = leaves_tile<L>(place);
+  const int other = own + to_other_half(place) / L::kWarpSlots;
   int maximum = kNothing;
 #pragma unroll
   for (int w = 0; w < kGroupWarps; ++w) {
@@ -176,32 +160,52 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
   __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const auto find = [&](int turn, const Place& near) {
-    const Place place = find_place<L>(batch, shared.item[turn], near);
-    __syncwarp();
+  const int slot = warp * L::kWarpSlots;  // of the tile
+  // Where the warp stands in an item; `last` is the tensor that it stood in before.
+  const auto find = [&](int turn, int last) {
+    const Item item = shared.items[turn];
+    const QuantizeArgs& args = batch.tensors[item.tensor];
+    const int at = item.tile * L::kSlots + slot;
+    if (item.tensor != last or not holds(shared.spans[warp], at)) {
+      const Span span = find_span(args.cu_seqlens, args.num_documents, at);
+      __syncwarp();
+      if (lane == 0) shared.spans[warp] = span;
+      __syncwarp();
+    }
+    Rows place = rows_of(shared.spans[warp], at);
+    if (at >= args.out.slots) {  // slots are a multiple of 16
+      place.left = 0;
+      place.document = -1;
+    }
+    __syncwarp();  // the place before the last has been read
     if (lane == 0) shared.places[turn][warp] = place;
     __syncwarp();
   };
-  const auto fetch = [&](const Place& place) {
-    shared.rows.fetch(batch.tensors[place.tensor].x, place.head, place.rows);
+  const auto fetch = [&](int turn) {
+    const Item item = shared.items[turn];
+    shared.rows.fetch(batch.tensors[item.tensor].x, batch.aligned[item.tensor], item.head,
+                      shared.places[turn][warp]);
   };
+  // The last warp draws, the first one looks back.
+  const bool draws = threadIdx.x == kThreads - 1;
   for (int turn = 0; turn < 2; ++turn) {
-    if (threadIdx.x == 0) shared.item[turn] = static_cast<int>(atomicAdd(batch.ticket, 1u));
+    if (draws) shared.items[turn] = item_of(batch, atomicAdd(batch.ticket, 1u));
     __syncthreads();
     if (turn == 0) {
-      if (shared.item[0] >= batch.items) return;
-      find(0, Place{});
-      fetch(shared.places[0][warp]);
+      if (shared.items[0].tensor < 0) return;
+      find(0, -1);
+      fetch(0);
     }
   }
 
   for (int turn = 0;; turn ^= 1) {
-    const Place& place = shared.places[turn][warp];
-    const QuantizeArgs& args = batch.tensors[place.tensor];
+    const Item item = shared.items[turn];
+    const Rows& place = shared.places[turn][warp];
+    const QuantizeArgs& args = batch.tensors[item.tensor];
     std::uint32_t ticket = 0;
-    if (threadIdx.x == 0) ticket = atomicAdd(batch.ticket, 1u);
-    const bool more = shared.item[turn ^ 1] < batch.items;
-    if (more) find(turn ^ 1, place);
+    if (draws) ticket = atomicAdd(batch.ticket, 1u);
+    const bool more = shared.items[turn ^ 1].tensor >= 0;
+    if (more) find(turn ^ 1, item.tensor);
 
     // Exponents of tokens, and what of them other warps need.
     const float scale = args.rotate ? L::kRotationNorm : 1.0f;
@@ -210,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
     const auto mask_gaps = [&](const Rows& rows) {
 #pragma unroll
       for (int pass = 0; pass < L::kPasses; ++pass) {
-        if (lane_row(pass) >= rows.count) exponents[pass] = kNothing;
+        if (lane_row(pass) >= rows.left) exponents[pass] = kNothing;
       }
     };
     const auto warp_maximum = [&] {
@@ -221,10 +225,9 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
     };
     if constexpr (kBlocks) {
       int maximum = kNothing;
-      if (place.document >= 0 and leaves_tile<L>(place.rows)) {
-        const int shift = to_other_half(place.rows);
-        const Rows rows = rows_of(place.span, place.slot + shift, L::kWarpSlots);
-        load_rows<L>(args.x, place.head, rows, values);
+      if (place.document >= 0 and leaves_tile<L>(place)) {
+        const Rows rows = place.shifted(to_other_half(place));
+        load_rows<L>(args.x, batch.aligned[item.tensor], item.head, rows, values);
         if (args.rotate) rotate<L>(values);
         token_exponents<L>(rule, values, scale, exponents);
         mask_gaps(rows);
@@ -235,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
     take_rows<L>(shared.rows, values);
     if (args.rotate) rotate<L>(values);
     token_exponents<L>(rule, values, scale, exponents);
-    mask_gaps(place.rows);
+    mask_gaps(place);
     if constexpr (kRunning) run_maxima<L>(exponents);
     const int own_maximum = warp_maximum();
     const int document = place.document;
@@ -243,13 +246,11 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
       shared.maximum[warp] = own_maximum;
       shared.document[warp] = document;
     }
-    if (threadIdx.x == 0) {
-      shared.begins = place.rows.first == 0;
-      shared.item[turn] = static_cast<int>(ticket);
-    }
+    if (threadIdx.x == 0) shared.begins = place.first == 0;
     __syncthreads();
 
-    if (more) fetch(shared.places[turn ^ 1][warp]);
+    if (draws) shared.items[turn] = item_of(batch, ticket);  // read after the next barrier
+    if (more) fetch(turn ^ 1);
     int before = kNothing;  // what the exponents of the warp's tokens are at least
     bool joins = false;     // the warp's document began in an earlier tile
     if constexpr (kRunning) {
@@ -257,19 +258,19 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
       const int lane_maximum = lane < kWarps ? shared.maximum[lane] : kNothing;
       const bool same = lane_document == document;
       before = __reduce_max_sync(0xFFFFFFFFu, lane < warp and same ? lane_maximum : kNothing);
-      const bool enters = place.tile > 0 and not shared.begins;
+      const bool enters = item.tile > 0 and not shared.begins;
       joins = enters and document == shared.document[0];
       if (warp == 0) {
         std::uint32_t* const words =
-            batch.words[place.tensor] + std::int64_t{place.head} * batch.tiles[place.tensor];
+            batch.words[item.tensor] + std::int64_t{item.head} * batch.tiles[item.tensor];
         const int last_document = shared.document[kWarps - 1];
         const bool passes = enters and document == last_document;
         const int last_maximum = __reduce_max_sync(
             0xFFFFFFFFu, lane_document == last_document ? lane_maximum : kNothing);
-        publish(words + place.tile, passes ? kPartial : kComplete, last_maximum);
+        publish(words + item.tile, passes ? kPartial : kComplete, last_maximum);
         if (enters) {
-          const int earlier = look_back(words, place.tile);
-          if (passes) publish(words + place.tile, kComplete, max(earlier, last_maximum));
+          const int earlier = look_back(words, item.tile);
+          if (passes) publish(words + item.tile, kComplete, max(earlier, last_maximum));
           if (lane == 0) shared.before = earlier;
         }
       }
@@ -284,14 +285,14 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
       int exponent = exponents[pass];
       if constexpr (kRunning) exponent = stages::running_exponent(max(exponent, before));
       if constexpr (kBlocks) exponent = before;
-      const bool token = lane_row(pass) < place.rows.count;
+      const bool token = lane_row(pass) < place.left;
       exponents[pass] = token ? exponent : stages::kTokenExponentMin;
     }
-    const std::int64_t head_slots = place.head * args.out.slots;
-    const std::int64_t row = head_slots + place.tile * L::kSlots;
-    const int slot = warp * L::kWarpSlots;  // of the tile
+    const std::int64_t head_slots = item.head * args.out.slots;
+    const std::int64_t row = head_slots + item.tile * L::kSlots;
     if (place.document >= 0) {
-      encode_rows<L>(values, exponents, scale, slot, args.out.codes + row * L::kDim, shared.codes);
+      encode_rows<L>(values, exponents, scale, slot, args.out.codes + row * L::kDim,
+                     args.out.norms != nullptr or args.transposed != nullptr, shared.codes);
       if (lane % kRowLanes == 0) {
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
@@ -311,9 +312,9 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
     }
     if (args.transposed != nullptr) {
       __syncthreads();
-      const int slots = static_cast<int>(args.out.slots) - place.tile * L::kSlots;
+      const int slots = static_cast<int>(args.out.slots) - item.tile * L::kSlots;
       store_transposed<L>(shared.codes,
-                          args.transposed + head_slots * L::kDim + place.tile * L::kSlots,
+                          args.transposed + head_slots * L::kDim + item.tile * L::kSlots,
                           args.out.slots, slots);
     }
     if (not more) return;
@@ -327,6 +328,7 @@ void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::ui
   batch.ticket = scratch++;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     batch.tensors[i] = tensors[i];
+    batch.aligned[i] = is_aligned(tensors[i].x);
     batch.tiles[i] = L::tiles(tensors[i].out.slots);
     batch.words[i] = scratch;
     scratch += std::int64_t{tensors[i].out.heads} * batch.tiles[i];

@@ -3,6 +3,7 @@
 // Skips where no device is found, and says so. QuantizeDevice.DISABLED_Speed prints times:
 //   mxattn_quantize_cuda_device_test --gtest_also_run_disabled_tests --gtest_filter=*Speed
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -33,7 +34,9 @@ class QuantizeDevice : public testing::Test {
     if (cudaGetDeviceCount(&devices) != cudaSuccess or devices == 0) {
       GTEST_SKIP() << "no CUDA device here";
     }
+    alarm(120);  // a kernel that hangs holds the device until its process ends
   }
+  void TearDown() override { alarm(0); }
 };
 
 // ---- tensors, operands and lengths on a device -------------------------------------------------

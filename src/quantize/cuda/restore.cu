@@ -14,9 +14,7 @@ __global__ void __launch_bounds__(kThreads)
   const int slot = static_cast<int>(blockIdx.x) * L::kSlots +
                    static_cast<int>(threadIdx.x) / 32 * L::kWarpSlots;  // of the warp
   if (slot >= operand.slots) return;
-  Span span{};
-  find_span(cu_seqlens, num_documents, slot, span);
-  const Rows rows = rows_of(span, slot, L::kWarpSlots);
+  const Rows rows = rows_of(find_span(cu_seqlens, num_documents, slot), slot);
   LaneRows<L> values;
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
@@ -40,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
   const float norm = rotate_back ? L::kRotationNorm : 1.0f;
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
-    if (lane_row(pass) >= rows.count) continue;
+    if (lane_row(pass) >= rows.left) continue;
     float* const to = y.row(rows.token + lane_row(pass), head);
 #pragma unroll
     for (int u = 0; u < L::kUnits; ++u) {

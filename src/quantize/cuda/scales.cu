@@ -24,11 +24,9 @@ __global__ void tile_maxima_kernel(const ScalesArgs args) {
   const int first_slot =
       static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kGroup;
   if (first_slot >= args.slots) return;
-  Span span{};
-  find_span(args.cu_seqlens, args.num_documents, first_slot, span);
-  const Rows tile = rows_of(span, first_slot, stages::kQueryTile);
-  if (tile.first % stages::kQueryTile != 0 or tile.count == 0) return;
-  const int rows = tile.count;
+  const Rows tile = rows_of(find_span(args.cu_seqlens, args.num_documents, first_slot), first_slot);
+  if (tile.first % stages::kQueryTile != 0 or tile.left <= 0) return;
+  const int rows = min(stages::kQueryTile, tile.left);
   const std::int64_t slot = head * args.slots + first_slot;
 
   std::int32_t a = kNoScale, b = kNoScale, c = kNoScale;

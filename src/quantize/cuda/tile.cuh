@@ -58,19 +58,20 @@ __device__ __forceinline__ int lane_row(int pass) {
 // ---- documents --------------------------------------------------------------------------------
 
 /// A document and the slots from its first up to the next document's.
-struct Span {
-  int document;
+struct alignas(16) Span {
+  int start;  // first slot: no other document's
+  int end;
   int begin;   // first token
   int length;  // tokens
-  int start;   // first slot
-  int end;
 };
 
-/// Makes `span` the document of `slot`: the last one that starts at or before it. The whole warp
-/// searches, unless the span holds the slot already. Span{} holds none.
-__device__ __forceinline__ void find_span(const std::int32_t* cu_seqlens, int num_documents,
-                                          int slot, Span& span) {
-  if (span.start <= slot and slot < span.end) return;
+__device__ __forceinline__ bool holds(const Span& span, int slot) {
+  return span.start <= slot and slot < span.end;
+}
+
+/// The document of `slot`: the last one that starts at or before it. The whole warp searches.
+__device__ __forceinline__ Span find_span(const std::int32_t* cu_seqlens, int num_documents,
+                                          int slot) {
   const int lane = threadIdx.x % 32;
   int low = 0, high = num_documents;  // the document lies in [low, high)
   while (high - low > 1) {
@@ -83,33 +84,36 @@ __device__ __forceinline__ void find_span(const std::int32_t* cu_seqlens, int nu
   }
   const int begin = cu_seqlens[low];
   const int next = cu_seqlens[low + 1];
-  span.document = low;
-  span.begin = begin;
-  span.length = next - begin;
-  span.start = static_cast<int>(document_slot(begin, low));
-  span.end = low + 1 < num_documents ? static_cast<int>(document_slot(next, low + 1))
-                                     : std::numeric_limits<int>::max();
+  return {.start = static_cast<int>(document_slot(begin, low)),
+          .end = low + 1 < num_documents ? static_cast<int>(document_slot(next, low + 1))
+                                         : std::numeric_limits<int>::max(),
+          .begin = begin,
+          .length = next - begin};
 }
 
-/// Consecutive slots of a document: the first one's position in it, its token, and how many of
-/// them hold tokens.
-struct Rows {
-  int first;
-  int token;
-  int count;
+/// Consecutive slots of a document. Slot i holds a token if i < left.
+struct alignas(16) Rows {
+  int first;     // position of the first one in the document
+  int token;     // of the first one
+  int left;      // tokens from there to the document's end; may be negative
+  int document;  // Span::start
+
+  __device__ __forceinline__ Rows shifted(int slots) const {
+    return {first + slots, token + slots, left - slots, document};
+  }
 };
 
-__device__ __forceinline__ Rows rows_of(const Span& span, int slot, int slots) {
+__device__ __forceinline__ Rows rows_of(const Span& span, int slot) {
   const int first = slot - span.start;
-  return {first, span.begin + first, max(0, min(slots, span.length - first))};
+  return {first, span.begin + first, span.length - first, span.start};
 }
 
 // ---- rows of BF16 -----------------------------------------------------------------------------
 
 using Bf16View = TensorView<const std::uint16_t>;
 
-/// Whether every row can be read 16 bytes at a time.
-__device__ __forceinline__ bool is_aligned(const Bf16View& x) {
+/// Whether every row can be read 16 bytes at a time. Asked on the host.
+inline bool is_aligned(const Bf16View& x) {
   return reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 and x.token_stride % 8 == 0 and
          x.head_stride % 8 == 0;
 }
@@ -128,28 +132,28 @@ __device__ __forceinline__ uint4 gather(const std::uint16_t* from) {
 /// Begins to copy the lane's units to `place(pass, unit)` in shared memory; rows without a token
 /// become 0.
 template <class L, class Place>
-__device__ __forceinline__ void fetch_rows(const Bf16View& x, int head, const Rows& rows,
-                                           Place place) {
+__device__ __forceinline__ void fetch_rows(const Bf16View& x, bool aligned, int head,
+                                           const Rows& rows, Place place) {
   const auto row_of = [&](int pass) {
     const int row = lane_row(pass);
-    return x.row(rows.token + (row < rows.count ? row : 0), head);
+    return x.row(rows.token + (row < rows.left ? row : 0), head);
   };
-  if (is_aligned(x)) {
+  if (aligned) {
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
-      const std::uint16_t* const from = row_of(pass);
-      const int bytes = lane_row(pass) < rows.count ? 16 : 0;
+      const std::uint16_t* const from = row_of(pass) + first_channel<L>(0);
+      const int bytes = lane_row(pass) < rows.left ? 16 : 0;
 #pragma unroll
       for (int u = 0; u < L::kUnits; ++u) {
-        ptx::copy_async_16(ptx::shared_address(place(pass, u)), from + first_channel<L>(u), bytes);
+        ptx::copy_async_16(ptx::shared_address(place(pass, u)), from + u * 8 * kRowLanes, bytes);
       }
     }
   } else {
 #pragma unroll 1
     for (int i = 0; i < L::kPasses * L::kUnits; ++i) {
       const int pass = i / L::kUnits, u = i % L::kUnits;
-      *place(pass, u) = lane_row(pass) < rows.count ? gather(row_of(pass) + first_channel<L>(u))
-                                                    : uint4{0, 0, 0, 0};
+      *place(pass, u) = lane_row(pass) < rows.left ? gather(row_of(pass) + first_channel<L>(u))
+                                                   : uint4{0, 0, 0, 0};
     }
   }
 }
@@ -159,8 +163,9 @@ template <class L>
 struct RowBuffer {
   uint4 units[L::kPasses * L::kUnits][kThreads];
 
-  __device__ __forceinline__ void fetch(const Bf16View& x, int head, const Rows& rows) {
-    fetch_rows<L>(x, head, rows,
+  __device__ __forceinline__ void fetch(const Bf16View& x, bool aligned, int head,
+                                        const Rows& rows) {
+    fetch_rows<L>(x, aligned, head, rows,
                   [&](int pass, int u) { return &units[pass * L::kUnits + u][threadIdx.x]; });
   }
 };
@@ -193,16 +198,15 @@ __device__ __forceinline__ void take_rows(const RowBuffer<L>& buffer, LaneRows<L
 
 /// Rows straight from global memory.
 template <class L>
-__device__ __forceinline__ void load_rows(const Bf16View& x, int head, const Rows& rows,
-                                          LaneRows<L>& values) {
-  const bool aligned = is_aligned(x);
+__device__ __forceinline__ void load_rows(const Bf16View& x, bool aligned, int head,
+                                          const Rows& rows, LaneRows<L>& values) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     const int row = lane_row(pass);
 #pragma unroll
     for (int u = 0; u < L::kUnits; ++u) {
       uint4 unit{0, 0, 0, 0};
-      if (row < rows.count) {
+      if (row < rows.left) {
         const std::uint16_t* from = x.row(rows.token + row, head) + first_channel<L>(u);
         unit = aligned ? __ldg(reinterpret_cast<const uint4*>(from)) : gather(from);
       }
@@ -278,14 +282,15 @@ struct CodeTile {
   }
 };
 
-/// Codes of values times scale 2^-exponent, for the rows from `slot` of the tile: to the tile, and
-/// to `codes`, the tile's first row in global memory, unless null. Codes of a NaN exponent are 0.
-/// `scale` is applied together with the power of two: a product that differs from that of two
-/// roundings lies below 2^-30, where every code is 0.
+/// Codes of values times scale 2^-exponent, for the rows from `slot` of the tile: to the tile if
+/// `keep`, and to `codes`, the tile's first row in global memory, unless null. Codes of a NaN
+/// exponent are 0. `scale` is applied together with the power of two: a product that differs from
+/// that of two roundings lies below 2^-30, where every code is 0.
 template <class L>
 __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
                                             const int (&exponents)[L::kPasses], float scale,
-                                            int slot, std::uint8_t* codes, CodeTile<L>& tile) {
+                                            int slot, std::uint8_t* codes, bool keep,
+                                            CodeTile<L>& tile) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     const bool nan = exponents[pass] == stages::kNanExponent;
@@ -304,7 +309,7 @@ __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
       const uint2 packed{words[0], words[1]};
       const int channel = first_channel<L>(u);
       if (codes != nullptr) *reinterpret_cast<uint2*>(codes + row * L::kDim + channel) = packed;
-      *reinterpret_cast<uint2*>(tile.at(row, channel)) = packed;
+      if (keep) *reinterpret_cast<uint2*>(tile.at(row, channel)) = packed;
     }
   }
 }
