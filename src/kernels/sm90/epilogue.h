@@ -141,10 +141,12 @@ struct Sums {
     ptx::named_barrier_sync(barrier, 128);
 #pragma unroll
     for (int i = 0; i < kRegisters; i += 4) {
-      // The first half of stages::promote; the copy engine adds.
-      staging[(i / 4) * 128 + thread] = {
-          mul_rn(partial[i], scale[0]), mul_rn(partial[i + 1], scale[0]),
-          mul_rn(partial[i + 2], scale[1]), mul_rn(partial[i + 3], scale[1])};
+      // The first half of stages::promote; the copy engine adds, to 0 too: that has a sign.
+      const auto part = [&](int n) {
+        const float x = mul_rn(partial[i + n], scale[n / 2]);
+        return started ? x : DeviceOps::add(0.0f, x);
+      };
+      staging[(i / 4) * 128 + thread] = {part(0), part(1), part(2), part(3)};
     }
     ptx::fence_proxy_async_shared();
     ptx::named_barrier_sync(barrier, 128);
@@ -171,25 +173,16 @@ struct Sums {
   /// partial = (sum or 0) + 2^e partial: the end of an item, after settle().
   __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],
                                          bool started) const {
-    // stages::promote to a sum of 0, and what is in memory to that: in place, so that an item that
-    // was never promoted takes no other way through the registers.
-#pragma unroll
-    for (int i = 0; i < kRegisters; ++i) {
-      partial[i] = stages::promote<DeviceOps>(0.0f, partial[i], scale[tile::fragment_half(i)]);
-    }
-    if (not started) return;
     // Opaque: the address would be formed again for every load.
     const float4* const sums = global + ptx::opaque(threadIdx.x % 128);
 #pragma unroll
     for (int i = 0; i < kRegisters; i += 4) {
       // NOTE: past L1, which does not see what the copy engine wrote.
-      const float4 s = __ldcg(sums + (i / 4) * 128);
-      partial[i] = DeviceOps::add(s.x, partial[i]);
-      partial[i + 1] = DeviceOps::add(s.y, partial[i + 1]);
-      partial[i + 2] = DeviceOps::add(s.z, partial[i + 2]);
-      partial[i + 3] = DeviceOps::add(s.w, partial[i + 3]);
-      // A few loads at a time: all of them would need more registers than there are.
-      if (i % 32 == 28) __syncwarp();
+      const float4 s = started ? __ldcg(sums + (i / 4) * 128) : float4{0, 0, 0, 0};
+      partial[i] = stages::promote<DeviceOps>(s.x, partial[i], scale[0]);
+      partial[i + 1] = stages::promote<DeviceOps>(s.y, partial[i + 1], scale[0]);
+      partial[i + 2] = stages::promote<DeviceOps>(s.z, partial[i + 2], scale[1]);
+      partial[i + 3] = stages::promote<DeviceOps>(s.w, partial[i + 3], scale[1]);
     }
   }
 };

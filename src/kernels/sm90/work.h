@@ -32,11 +32,11 @@ __device__ __forceinline__ Document load_document(const std::int32_t* cu_seqlens
   return d;
 }
 
-/// Takes the next item of the list; count 0 at its end. Params has items, num_items and next_item.
+/// Takes the next item of the list; count -1 at its end. Params has items, num_items and next_item.
 template <class Params>
 __device__ __forceinline__ plan::WorkItem take_item(const Params& params) {
   const int index = atomicAdd(params.next_item, 1);
-  if (index >= *params.num_items) return {};
+  if (index >= *params.num_items) return {.count = -1};
   const int4 raw = __ldg(reinterpret_cast<const int4*>(params.items) + index);
   return {raw.x, raw.y, raw.z, raw.w};
 }
@@ -47,7 +47,7 @@ template <bool kKeys, class Params>
 __device__ __forceinline__ void describe_work(const Params& params, const plan::WorkItem& item,
                                               Work& work) {
   work.item = item;
-  work.last = item.count == 0;
+  work.last = item.count < 0;
   if (work.last) return;
   work.document = load_document(params.cu_seqlens_q, params.cu_seqlens_k, item.document);
   work.key_head = kKeys ? item.head : item.head / params.queries_per_key_head;

@@ -361,57 +361,68 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
   }
 }
 
-/// Keys of the chunk that a row sees.
-__device__ __forceinline__ Range seen_in_chunk(const RowFacts& row, int chunk) {
-  return {max(row.visible.begin, stages::chunk_begin(chunk)),
-          min(row.visible.end, stages::chunk_end(chunk))};
+/// Keys of a chunk among those that a row sees.
+__device__ __forceinline__ Range in_chunk(Range visible, int chunk) {
+  return {max(visible.begin, stages::chunk_begin(chunk)),
+          min(visible.end, stages::chunk_end(chunk))};
 }
 
-/// The largest EK of the keys of the chunk that each of the thread's two rows sees; `ek` of the
-/// document's first key. Monotone: that of the last one. Else a warp looks at the keys that its
-/// rows share, and each quad at the few that only some of them see: a mask is a band, whose ends
-/// move by at most one a row. last_row: of the warp's 16, the last that the document holds, or less
-/// than 0.
+/// What r_i takes from the keys of a chunk that each of the thread's two rows sees, as stored: the
+/// running maximum of nV and the largest EK. Nothing where a row sees none.
+struct ChunkKeys {
+  int nv[2], ek[2];
+};
+
+/// Where tables are monotone the last key has the largest EK. Else a warp looks at the keys that
+/// its rows share, and each quad at the few that only some of them see: a mask is a band, whose
+/// ends move by at most one a row. warp_row: the first of the warp's 16 rows. `visible` of the
+/// thread's.
 template <class Config>
-__device__ __forceinline__ void largest_exponents(const std::int8_t* ek, const RowFacts* rows,
-                                                  int last_row, int chunk, int (&largest)[2]) {
-  if constexpr (Config::kMonotone) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Range seen = seen_in_chunk(rows[8 * h], chunk);
-      largest[h] = seen.empty() ? 0 : ek[seen.end - 1];
+__device__ __forceinline__ ChunkKeys keys_of_chunk(const BackwardParams& params, const Work& work,
+                                                   int warp_row, const Range (&visible)[2],
+                                                   int chunk) {
+  const Document& d = work.document;
+  const std::int64_t slots = work.key_head * params.k_slots + d.k_slot;
+  const std::int8_t* const ek = params.k_exponents + slots;
+  const std::int8_t* const nv = params.v_running_norms + slots;
+  Range shared{0, 0};  // keys that all of the warp's rows see
+  int shared_ek = -128;
+  if constexpr (not Config::kMonotone) {
+    const auto seen = [&](int row) {
+      return in_chunk(visible_keys(params.mask, d.q_len, d.k_len, row), chunk);
+    };
+    if (warp_row < d.q_len) {
+      shared = {seen(min(warp_row + 15, d.q_len - 1)).begin, seen(warp_row).end};
     }
-  } else {
-    const int lane = threadIdx.x % 32;
-    const RowFacts* const first = rows - lane / 4;  // of the warp
-    const Range shared{seen_in_chunk(first[max(last_row, 0)], chunk).begin,
-                       seen_in_chunk(first[0], chunk).end};
-    int most = -128;
-    for (int key = shared.begin + lane; key < shared.end; key += 32) most = max(most, int{ek[key]});
-    most = __reduce_max_sync(0xFFFFFFFFu, most);
+    for (int key = shared.begin + static_cast<int>(threadIdx.x % 32); key < shared.end; key += 32) {
+      shared_ek = max(shared_ek, int{ek[key]});
+    }
+    shared_ek = __reduce_max_sync(0xFFFFFFFFu, shared_ek);
+  }
+  ChunkKeys keys{};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Range seen = seen_in_chunk(rows[8 * h], chunk);
-      largest[h] = 0;
-      if (seen.empty()) continue;
+  for (int h = 0; h < 2; ++h) {
+    const Range seen = in_chunk(visible[h], chunk);
+    if (seen.empty()) continue;
+    keys.nv[h] = nv[seen.end - 1];
+    if constexpr (Config::kMonotone) {
+      keys.ek[h] = ek[seen.end - 1];
+    } else {
       const Range inner = shared.empty() ? Range{seen.end, seen.end} : shared;
-      int own = most;
-      for (int key = seen.begin; key < inner.begin; ++key) own = max(own, int{ek[key]});
-      for (int key = inner.end; key < seen.end; ++key) own = max(own, int{ek[key]});
-      largest[h] = own;
+      keys.ek[h] = shared_ek;
+      for (int j = seen.begin; j < inner.begin; ++j) keys.ek[h] = max(keys.ek[h], int{ek[j]});
+      for (int j = inner.end; j < seen.end; ++j) keys.ek[h] = max(keys.ek[h], int{ek[j]});
     }
   }
+  return keys;
 }
 
-/// r_i of the key chunk, for a row that sees a key of it; else r stays. `ek` is the largest there.
-__device__ __forceinline__ std::int32_t scale_in_chunk(const BackwardParams& params,
-                                                       std::int64_t key_slots, const RowFacts& row,
-                                                       int chunk, int ek) {
-  const Range seen = seen_in_chunk(row, chunk);
-  if (seen.empty()) return row.r;
-  const std::int64_t last = key_slots + seen.end - 1;
+/// r_i of the key chunk, for a row that sees a key of it; else r stays.
+__device__ __forceinline__ std::int32_t scale_in_chunk(const RowFacts& row, int chunk, int nv,
+                                                       int ek) {
+  if (in_chunk(row.visible, chunk).empty()) return row.r;
   return value_of(stages::ds_exponent_dq(Exponent::stored(row.ng), Exponent::stored(row.no),
-                                         Exponent::stored(params.v_running_norms[last]),
+                                         Exponent::stored(static_cast<std::int8_t>(nv)),
                                          Exponent::stored(static_cast<std::int8_t>(ek))));
 }
 
@@ -492,6 +503,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         facts.no = params.o_norms[slot];
       }
     }
+    const int first_chunk = stages::chunk_of(work.visits.begin * kKeyTile);
+    const ChunkKeys first_keys = keys_of_chunk<Config>(
+        params, work, first_row + 16 * warp, {own[0].visible, own[1].visible}, first_chunk);
     const int tiles_end = work.visits.end;
     float dq[Config::kOutputs], s[64], dp[64];
     RowFactors factors;
@@ -539,9 +553,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     }
     if (work.visits.size() <= 1) release_queries();
     RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
-    if (threadIdx.x % 4 == 0) {
-      rows[0] = own[0];
-      rows[8] = own[1];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      own[h].r = scale_in_chunk(own[h], first_chunk, first_keys.nv[h], first_keys.ek[h]);
+      if (threadIdx.x % 4 == 0) rows[8 * h] = own[h];
     }
     __syncwarp();
     for (int t = work.visits.begin; t < tiles_end; ++t) {
@@ -549,17 +564,16 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
       int keep = Config::kRowScale ? 0 : 1;  // what is in the accumulator
       if ((facts & TileFacts::kRare) != 0) {
-        if (t == work.visits.begin) keep = 0;
         const int chunk = stages::chunk_of(first_key);
-        if (t == work.visits.begin or first_key == stages::chunk_begin(chunk)) {
-          const std::int64_t key_slots = work.key_head * params.k_slots + d.k_slot;
+        if (t == work.visits.begin) {
+          keep = 0;
+        } else if (first_key == stages::chunk_begin(chunk)) {
+          const ChunkKeys found = keys_of_chunk<Config>(params, work, first_row + 16 * warp,
+                                                        {rows[0].visible, rows[8].visible}, chunk);
           // NOTE: the quad of a row shares its facts: all read before one writes.
-          int ek[2];
-          const int last_row = min(15, d.q_len - 1 - (first_row + 16 * warp));
-          largest_exponents<Config>(params.k_exponents + key_slots, rows, last_row, chunk, ek);
           const std::int32_t before[2] = {rows[0].r, rows[8].r};
-          const std::int32_t after[2] = {scale_in_chunk(params, key_slots, rows[0], chunk, ek[0]),
-                                         scale_in_chunk(params, key_slots, rows[8], chunk, ek[1])};
+          const std::int32_t after[2] = {scale_in_chunk(rows[0], chunk, found.nv[0], found.ek[0]),
+                                         scale_in_chunk(rows[8], chunk, found.nv[1], found.ek[1])};
           __syncwarp();
           if (threadIdx.x % 4 == 0) {
             rows[0].r = after[0];
