@@ -7,8 +7,8 @@ with one, and with the backward, without and with a plan. `python` is the same c
 that does nothing: PyTorch's operator and autograd, shapes, allocation, arguments. `all` is with the
 true one; the difference passes inside the C ABI: checks, and kernels on the CPU or their launches
 on a GPU. `autograd` is a torch.autograd.Function that does nothing with the same tensors, which
-nobody goes below. On a GPU nothing is waited for between calls: times are those to enqueue. On the
-CPU they are those of the calling thread, so that a busy machine reads the same. Medians of rounds;
+nobody goes below. On a GPU the times are those to enqueue, with nothing in the queue. On the CPU they
+are those of the calling thread, so that a busy machine reads the same. Medians of rounds;
 with --limit the exit status is 1 where `python` of a forward is longer.
 """
 
@@ -89,16 +89,18 @@ def cases(device: str, dim: int) -> dict:
 
 
 def measure(function, calls: int, now, wait) -> float:
-    """Microseconds of a call: the median of rounds."""
+    """Microseconds of a call: the median of rounds, of which each is the sum of its calls."""
     samples = []
     for _ in range(ROUNDS):
         function()
         wait()
-        begin = now()
+        spent = 0.0
         for _ in range(calls):
+            begin = now()
             function()
-        samples.append(1e6 * (now() - begin) / calls)
-        wait()
+            spent += now() - begin
+            wait()  # a device that lags behind would make the host wait for it
+        samples.append(1e6 * spent / calls)
     return round(statistics.median(samples), 1)
 
 
@@ -107,7 +109,6 @@ def main(arguments=None) -> int:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--json", metavar="FILE", help="write one JSON object (- for stdout)")
-    # A GPU takes a thousand launches before it makes the host wait.
     parser.add_argument("--calls", type=int, default=30, help="a round, of 9")
     parser.add_argument("--limit", type=float, metavar="MICROSECONDS")
     parser.add_argument("--python-only", action="store_true", help="never call the true library")
