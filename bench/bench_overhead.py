@@ -7,9 +7,9 @@ with one, and with the backward, without and with a plan. `python` is the same c
 that does nothing: PyTorch's operator and autograd, shapes, allocation, arguments. `all` is with the
 true one; the difference passes inside the C ABI: checks, and kernels on the CPU or their launches
 on a GPU. `autograd` is a torch.autograd.Function that does nothing with the same tensors, which
-nobody goes below. On a GPU the times are those to enqueue, with nothing in the queue. On the CPU they
-are those of the calling thread, so that a busy machine reads the same. Medians of rounds;
-with --limit the exit status is 1 where `python` of a forward is longer.
+nobody goes below. On a GPU the times are those to enqueue, with nothing in the queue. On the CPU
+they are those of the calling thread, so that a busy machine reads the same. Medians of rounds; with
+--limit the exit status is 1 where `python` of a forward is longer.
 """
 
 from __future__ import annotations
