@@ -73,16 +73,6 @@ __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uin
   return result;
 }
 
-/// `value`, but not before `earlier` is known. `zero` is 0 and must not be known to the compiler: a
-/// false dependency, which keeps the scheduler from collecting slow instructions in one place.
-__device__ __forceinline__ std::uint32_t after(std::uint32_t value, std::uint32_t earlier,
-                                               std::uint32_t zero) {
-  return value | (earlier & zero);
-}
-__device__ __forceinline__ float after(float value, std::uint32_t earlier, std::uint32_t zero) {
-  return __uint_as_float(after(__float_as_uint(value), earlier, zero));
-}
-
 /// Two floats to FP16, nearest even; `low` lies in the low half. PTX ISA 9.7.9.21 cvt.
 __device__ __forceinline__ std::uint32_t to_fp16x2(float low, float high) {
   std::uint32_t pair;

@@ -58,8 +58,7 @@ struct BackwardParams : PassParams {
   float4* sums = nullptr;                // dK/dV: workspace, sum_bytes_per_cta() a CTA
   float softmax_scale = 0;
   bool rotate = false;
-  CodeDump dump;           // instances for tests only
-  std::uint32_t zero = 0;  // for ptx::after
+  CodeDump dump;  // instances for tests only
 };
 
 }  // namespace mxattn::kernels::sm90

@@ -43,9 +43,6 @@ struct DkvConfig {
   static constexpr int kSharedSums = kFit ? 2 : 1;  // or one on its way to L2
   static constexpr int kFloat4s = 64 * kDim / 4;    // of a sum
 
-  // False dependencies spread the exponentials over a phase.
-  static constexpr bool kSpread = true;
-
   static_assert(kDim == 64 or kDim == 128);
   static_assert(kDsScale == DsScale::kNorm or kDsScale == DsScale::kRow);
   static_assert(fits_register_pool(kConsumers, kConsumerRegisters, kProducerRegisters));

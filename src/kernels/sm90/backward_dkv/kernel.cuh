@@ -356,23 +356,16 @@ template <class Config, bool kMasked>
 __device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32],
                                             const StepPairs& pairs, const KeyFactors (&factors)[2],
                                             const KeyFacts* keys, int first_query,
-                                            std::uint32_t zero, StepCodes& codes) {
+                                            StepCodes& codes) {
   const SeenColumns seen(keys, first_query);
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     float addend[4], delta[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      std::uint32_t addends = StepPairs::word(pairs.addend, 2 * pair + n);
-      std::uint32_t deltas = StepPairs::word(pairs.delta, 2 * pair + n);
-      if (Config::kSpread and pair > 0) {
-        // t waits for the codes of the first key's t of the pair before, dS for the second's.
-        const std::uint32_t* const before = codes.p[(pair - 1) / 2] + 2 * ((pair - 1) % 2);
-        addends = ptx::after(addends, before[0], zero);
-        deltas = ptx::after(deltas, before[1], zero);
-      }
-      ptx::from_fp16x2(addends, addend[2 * n], addend[2 * n + 1]);
-      ptx::from_fp16x2(deltas, delta[2 * n], delta[2 * n + 1]);
+      ptx::from_fp16x2(StepPairs::word(pairs.addend, 2 * pair + n), addend[2 * n],
+                       addend[2 * n + 1]);
+      ptx::from_fp16x2(StepPairs::word(pairs.delta, 2 * pair + n), delta[2 * n], delta[2 * n + 1]);
     }
     phase_pair<Config, false>(
         pair, s, dp, addend, delta, [&](int h, int) { return factors[h]; },
@@ -615,9 +608,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       StepCodes codes;
       const Phase phase = StepFacts::phase(flags, consumer);
       if (phase == Phase::kPlain) {
-        phase_plain<Config, false>(s, dp, pairs, factors, keys, first_query, params.zero, codes);
+        phase_plain<Config, false>(s, dp, pairs, factors, keys, first_query, codes);
       } else if (phase == Phase::kMasked) {
-        phase_plain<Config, true>(s, dp, pairs, factors, keys, first_query, params.zero, codes);
+        phase_plain<Config, true>(s, dp, pairs, factors, keys, first_query, codes);
       } else {
         phase_general<Config>(s, dp, shared.stats[stats_at.stage], keys, first_query,
                               params.score_scale, codes);

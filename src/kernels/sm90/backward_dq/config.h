@@ -32,11 +32,7 @@ struct DqConfig {
   static constexpr tile::Swizzle kTransposedSwizzle = tile::Swizzle::k128;  // of K^T
   static constexpr int kOutputs = kDim / 2;                                 // registers of dQ
 
-  static constexpr SumPlace kSums = SumPlace::kShared;
-  static constexpr int kFloat4s = 64 * kDim / 4;  // of a warpgroup's sum
-
-  // False dependencies spread the exponentials over a phase.
-  static constexpr bool kSpread = true;
+  static constexpr int kFloat4s = 64 * kDim / 4;  // of a warpgroup's FP32 sum, in shared memory
 
   static_assert(kDim == 64 or kDim == 128);
   static_assert(kDsScale == DsScale::kNorm or kDsScale == DsScale::kRow);

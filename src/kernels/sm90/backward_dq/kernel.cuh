@@ -269,25 +269,17 @@ struct SeenColumns {
 template <class Config>
 __device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (&dp)[64],
                                             const RowFactors& factors, const SeenColumns* seen,
-                                            std::uint32_t zero, TileCodes& codes) {
+                                            TileCodes& codes) {
 #pragma unroll
   for (int pair = 2 * k; pair < 2 * k + 2; ++pair) {  // of 8-key blocks
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float ds[4];
-      float addend = factors.addend[h], delta = factors.delta[h];
-      if constexpr (Config::kSpread and not Config::kRowScale) {
-        // p waits for codes that were formed four words before, dS for those right before.
-        const auto word = [&](int n) { return codes.ds[n / 4][n % 4]; };
-        const int n = 2 * pair + h;
-        if (n >= 4) addend = ptx::after(addend, word(n - 4), zero);
-        if (n >= 1) delta = ptx::after(delta, word(n - 1), zero);
-      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
-        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], addend);
-        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], delta);
+        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
+        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
         if (seen != nullptr and not sees(seen->row[h], 16 * pair + 8 * (e / 2) + e % 2)) {
           ds[e] = 0.0f;
         }
@@ -307,11 +299,11 @@ __device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (
 template <class Config, bool kMasked>
 __device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
                                               const RowFactors& factors, const RowFacts* rows,
-                                              int first_key, std::uint32_t zero, TileCodes& codes) {
+                                              int first_key, TileCodes& codes) {
   const SeenColumns seen(rows, first_key);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    phase_block<Config>(k, s, dp, factors, kMasked ? &seen : nullptr, zero, codes);
+    phase_block<Config>(k, s, dp, factors, kMasked ? &seen : nullptr, codes);
   }
 }
 
@@ -322,7 +314,7 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
                                               const RowFacts* rows, int first_key,
                                               const std::int8_t* tile_ek,
                                               const std::int8_t* tile_ev, float score_scale,
-                                              std::uint32_t zero, TileCodes& codes) {
+                                              TileCodes& codes) {
   const SeenColumns seen(rows, first_key);
   const int lane = threadIdx.x % 32;
   const int column = 2 * (threadIdx.x % 4);
@@ -337,7 +329,7 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
         set_factors(factors, h, rows[8 * h], Exponent::stored(ek[0]), Exponent::stored(ev[0]),
                     score_scale);
       }
-      phase_block<Config>(k, s, dp, factors, &seen, zero, codes);
+      phase_block<Config>(k, s, dp, factors, &seen, codes);
       continue;
     }
     float ds[16];
@@ -448,18 +440,11 @@ __device__ __forceinline__ void dump_codes(const BackwardParams& params, const W
   }
 }
 
-/// FP32 sums of a warpgroup's dQ, as the Config places them.
+/// FP32 sums of a warpgroup's dQ: each thread adds its own.
 template <class Config>
-__device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStorage<Config>& shared,
-                                        int consumer) {
-  float4* const local = shared.sums[consumer];
-  if constexpr (Config::kSums == SumPlace::kStaged) {
-    return Sums<Config::kOutputs>{
-        params.sums + (blockIdx.x * Config::kConsumers + consumer) * Config::kFloat4s, local,
-        1 + consumer};
-  } else {
-    return OwnSums<Config::kOutputs>{local + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
-  }
+__device__ __forceinline__ OwnSums<Config::kOutputs> sums_of(SharedStorage<Config>& shared,
+                                                             int consumer) {
+  return {shared.sums[consumer] + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
 }
 
 template <class Config>
@@ -470,7 +455,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   std::uint32_t item = 0;  // of the CTA's
   tile::RingPosition<Config::kStages> at;
   // Made where it is used: it would cost registers in the loop.
-  const auto sums = [&] { return sums_of<Config>(params, shared, consumer); };
+  const auto sums = [&] { return sums_of<Config>(shared, consumer); };
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
   const std::uint32_t g_tile = ptx::shared_address(shared.g) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
@@ -605,13 +590,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       PhaseTurn<Config>::take(consumer);
       const Phase phase = TileFacts::phase(facts, consumer);
       if (phase == Phase::kPlain) {
-        phase_uniform<Config, false>(s, dp, factors, rows, first_key, params.zero, codes);
+        phase_uniform<Config, false>(s, dp, factors, rows, first_key, codes);
       } else if (phase == Phase::kMasked) {
-        phase_uniform<Config, true>(s, dp, factors, rows, first_key, params.zero, codes);
+        phase_uniform<Config, true>(s, dp, factors, rows, first_key, codes);
       } else {
         const int slot = TileFacts::slot(facts);
         phase_general<Config>(s, dp, rows, first_key, shared.ek[slot], shared.ev[slot],
-                              params.score_scale, params.zero, codes);
+                              params.score_scale, codes);
       }
       float dq_scale[2];  // DsScale::kRow: of the tile's part of dQ
       if constexpr (Config::kRowScale) {
@@ -652,7 +637,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const bool keeps = not Config::kRowScale and not work.visits.empty();
     const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
                             keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
-    sums().settle(started);
     sums().finish(dq, scale, started);
     finish_rotated(dq, params.softmax_scale, params.rotate);
     std::uint16_t* const staging =

@@ -67,14 +67,15 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
     __syncwarp();
     const std::uint32_t q_full = shared.q_ring.full_at(q_at.stage);
     if (work.last) {
-      if (leader) ptx::mbarrier_arrive(q_full);
+      ptx::mbarrier_arrive(q_full);
       return;
     }
     state_rows<Config>(params.mask, work,
                        params.q_exponents + work.item.head * params.q_slots + work.document.q_slot +
                            work.item.first,
                        shared.rows[q_at.stage]);
-    __syncwarp();
+    // Every lane wrote, so every lane arrives.
+    if (not leader) ptx::mbarrier_arrive(q_full);
     if (leader) {
       ptx::mbarrier_arrive_expect(q_full, sizeof(shared.q[0]));
       ptx::copy_tensor_3d(ptx::shared_address(shared.q[q_at.stage]), &params.q, 0,
@@ -234,7 +235,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     }
     if (not work.visits.empty()) kv_at.advance();
     store(params, work, rows, first_row, shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
-    if (leader) ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));
+    ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));  // every lane: it happens rarely
     q_at.advance();
   }
 }
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     reinterpret_cast<std::uint32_t*>(stage.ones)[i % (8 * kKeyTile / 4)] = kOneE4m3x4;
   }
   if (threadIdx.x == 0) {
-    shared.q_ring.initialise(4 * Config::kConsumers);
+    shared.q_ring.initialise(128 * Config::kConsumers, 32);
     shared.kv_ring.initialise(4 * Config::kConsumers);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&params.q);
