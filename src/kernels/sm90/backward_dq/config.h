@@ -21,6 +21,8 @@ struct DqConfig {
   static constexpr DsScale kDsScale = kTheDsScale;
   static constexpr bool kRowScale = kDsScale == DsScale::kRow;
   static constexpr bool kDumpCodes = kDump;
+  // compute-sanitizer follows a barrier only from lane to lane, not by way of a warp's leader.
+  static constexpr bool kEveryLaneArrives = kDump;
   static constexpr int kConsumers = 2;  // warpgroups, 64 queries each
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;

@@ -533,7 +533,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
+      if (leader or Config::kEveryLaneArrives) {
+        ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
+      }
       at.advance();
     }
     if (work.visits.size() <= 1) release_queries();
@@ -630,7 +632,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::pin(s);
       ptx::pin(dp);
       ptx::pin(dq);
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
+      if (leader or Config::kEveryLaneArrives) {
+        ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
+      }
       at.advance();
       if (t + 2 == tiles_end) release_queries();
     }
@@ -656,7 +660,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     shared.work_ring.initialise(128 * Config::kConsumers);
     shared.query_ring.initialise(4 * Config::kConsumers);
-    shared.operand_ring.initialise(4 * Config::kConsumers);
+    shared.operand_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers);
     ptx::fence_mbarrier_init();
   }
   // Rows of stages that the first items never fill must hold finite codes.

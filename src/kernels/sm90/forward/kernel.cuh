@@ -227,7 +227,9 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
         ptx::wgmma_fence();
         issue_scores<Config>(s, tile.q_low, tile.next_low);
       }
-      if (leader) ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
+      if (leader or Config::kEveryLaneArrives) {
+        ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
+      }
       kv_at = next;
       begin -= kKeyTile;
       ptx::wgmma_wait_group<0>();
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   if (threadIdx.x == 0) {
     shared.q_ring.initialise(128 * Config::kConsumers, 32);
-    shared.kv_ring.initialise(4 * Config::kConsumers);
+    shared.kv_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&params.q);
     ptx::prefetch_tensor_map(&params.k);
