@@ -11,6 +11,8 @@
 
 namespace mxattn::kernels::sm90 {
 
+inline constexpr int kWorkSlots = 3;  // the item at hand, the next, and one that is placed ahead
+
 struct alignas(16) Work {
   plan::WorkItem item;
   Document document;

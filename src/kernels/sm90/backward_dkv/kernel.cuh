@@ -99,8 +99,8 @@ struct alignas(1024) SharedStorage {
   float4 sums[Config::kConsumers][Config::kSharedSums][Config::kFloat4s];
   StepStats stats[Config::kStatsStages];  // what phase i reads
   KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
-  Work work[2];             // the item at hand and the next
-  tile::RingBarriers<2> work_ring;
+  Work work[kWorkSlots];    // items at hand and ahead
+  tile::RingBarriers<kWorkSlots> work_ring;
   tile::RingBarriers<1> key_ring;  // K and V
   tile::RingBarriers<Config::kStages> operand_ring;
   tile::RingBarriers<Config::kStatsStages> stats_ring;
@@ -108,14 +108,24 @@ struct alignas(1024) SharedStorage {
 
 // ---- producers --------------------------------------------------------------------------------
 
+// Steps from which an item is long enough to hide what the next one reads before its first step.
+// Until then the next is taken early, and no other CTA can take it.
+inline constexpr int kShortItem = 16;
+
 /// Warp 0, one thread: items, K and V, and the operands of every block.
 template <class Config>
 __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared) {
   tile::RingPosition<Config::kStages> at;
+  std::uint32_t placed = 0;
   for (std::uint32_t item = 0;; ++item) {
-    const auto work_at = tile::RingPosition<2>::after(item);
-    const Work& work = place_work<true>(params, shared.work, shared.work_ring, work_at);
-    ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
+    const Work& work = shared.work[item % kWorkSlots];
+    // This item, and behind a short one the next.
+    while (placed <= item or
+           (placed == item + 1 and not work.last and work.visits.size() < kShortItem)) {
+      const auto work_at = tile::RingPosition<kWorkSlots>::after(placed++);
+      place_work<true>(params, shared.work, shared.work_ring, work_at);
+      ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
+    }
     if (work.last) return;
     const Document& d = work.document;
     const int key_slot = static_cast<int>(d.k_slot) + work.item.first;
@@ -171,9 +181,9 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
   for (int n = 0; n < turn; ++n) at.advance();
   const int lane = threadIdx.x % 32;
   for (std::uint32_t item = 0;; ++item) {
-    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
-    const Work work = shared.work[item % 2];
-    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));
+    shared.work_ring.wait_full(tile::RingPosition<kWorkSlots>::after(item));
+    const Work work = shared.work[item % kWorkSlots];
+    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % kWorkSlots));
     if (work.last) return;
     const Document& d = work.document;
     const int num_steps = work.visits.size();
@@ -486,8 +496,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
   for (std::uint32_t item = 0;; ++item) {
-    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
-    const Work& work = shared.work[item % 2];
+    shared.work_ring.wait_full(tile::RingPosition<kWorkSlots>::after(item));
+    const Work& work = shared.work[item % kWorkSlots];
     if (work.last) return;
     const Document& d = work.document;
     const int total = work.visits.size() * params.queries_per_key_head;
@@ -704,7 +714,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       end_dv();
       end_dk();
     }
-    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));  // every lane: it happens rarely
+    ptx::mbarrier_arrive(
+        shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }
 }
 

@@ -62,9 +62,9 @@ struct alignas(1024) SharedStorage {
   // BF16 rows, each warp its own 16 in its part.
   float4 sums[Config::kConsumers][Config::kFloat4s];
   RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
-  Work work[2];                     // the item at hand and the next
+  Work work[kWorkSlots];            // items at hand and ahead
   Range whole[Config::kConsumers];  // the producer's own: tiles whose keys all rows see
-  tile::RingBarriers<2> work_ring;
+  tile::RingBarriers<kWorkSlots> work_ring;
   tile::RingBarriers<1> query_ring;  // Q and G
   tile::RingBarriers<Config::kStages> operand_ring;
 };
@@ -122,6 +122,10 @@ __device__ __forceinline__ bool is_uniform(const std::int8_t* exponents, int cou
   return __all_sync(0xFFFFFFFFu, same);
 }
 
+// Key tiles from which an item is long enough to hide what the next one reads before its first
+// tile. Until then the next is taken early, and no other CTA can take it.
+inline constexpr int kShortItem = 8;
+
 /// Items, Q and G, and the operands of every block: one thread. Where tables are not monotone a
 /// warp, whose other lanes help to look at exponents.
 template <class Config>
@@ -129,14 +133,17 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
   std::uint32_t item = 0;  // of the CTA's
   tile::RingPosition<Config::kStages> at;
   const bool leads = Config::kMonotone or threadIdx.x % 32 == 0;
+  std::uint32_t placed = 0;
   for (;; ++item) {
-    const auto work_at = tile::RingPosition<2>::after(item);
-    if (leads) {
+    const Work& work = shared.work[item % kWorkSlots];
+    // This item, and behind a short one the next.
+    while (leads and (placed <= item or
+                      (placed == item + 1 and not work.last and work.visits.size() < kShortItem))) {
+      const auto work_at = tile::RingPosition<kWorkSlots>::after(placed++);
       place_work<false>(params, shared.work, shared.work_ring, work_at);
       ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
     }
     if constexpr (not Config::kMonotone) __syncwarp();
-    const Work& work = shared.work[work_at.stage];
     if (work.last) return;
     const Document& d = work.document;
     const int query_slot = static_cast<int>(d.q_slot) + work.item.first;
@@ -463,8 +470,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
 
   PhaseTurn<Config>::open(consumer);
   for (;; ++item) {
-    shared.work_ring.wait_full(tile::RingPosition<2>::after(item));
-    const Work& work = shared.work[item % 2];
+    shared.work_ring.wait_full(tile::RingPosition<kWorkSlots>::after(item));
+    const Work& work = shared.work[item % kWorkSlots];
     if (work.last) break;
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
@@ -647,7 +654,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
     store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
                                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
-    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % 2));  // every lane: it happens rarely
+    ptx::mbarrier_arrive(
+        shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }
   PhaseTurn<Config>::close(consumer);
 }
