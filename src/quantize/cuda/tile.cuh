@@ -183,10 +183,15 @@ __device__ __forceinline__ void unpack(const uint4& unit, float* values) {
   }
 }
 
-/// What RowBuffer::fetch() brought; waits for it.
-template <class L>
+/// What RowBuffer::fetch() brought; waits for it. kLater groups of copies asked for after it may
+/// stay on their way.
+template <class L, unsigned kLater = 0>
 __device__ __forceinline__ void take_rows(const RowBuffer<L>& buffer, LaneRows<L>& values) {
-  ptx::copy_async_wait_all();
+  if constexpr (kLater == 0) {
+    ptx::copy_async_wait_all();
+  } else {
+    ptx::copy_async_wait_group<kLater>();
+  }
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
 #pragma unroll
