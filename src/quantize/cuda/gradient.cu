@@ -223,6 +223,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     if (next < items) find(next, shared.spans[warp]);
     LaneRows<L> values;
     int exponents[L::kPasses];
+    wait_for_rows();
     take_rows<L>(shared.rows, values);
     __syncwarp();  // the lanes' parts of O are there
 #pragma unroll

@@ -27,8 +27,6 @@ struct Config {
   static constexpr bool kBlocks = kGroup == ScaleGroup::kBlock32;
   /// CTAs on a multiprocessor. A tile that waits and the other half of a block take registers.
   static constexpr int kCtas = kRunning ? 2 : kBlocks ? 3 : 4;
-  /// Tiles whose rows are on their way to a CTA, so that 48 KB or more are to a multiprocessor.
-  static constexpr unsigned kBuffers = kRunning ? 2 : 1;
 };
 
 /// The items of all tensors. Tiles of all heads of all tensors advance together, so that a tile's
@@ -107,10 +105,11 @@ __device__ __forceinline__ int look_back(const std::uint32_t* words, int tile, s
 
 // ---- maxima inside a tile ---------------------------------------------------------------------
 
-constexpr unsigned kItems = 8;   // a CTA's items that a warp may ask for at the same time
-constexpr unsigned kPlaces = 4;  // those between their fetch and their codes
+constexpr unsigned kBuffers = 2;  // tiles whose rows are on their way to a CTA
+constexpr unsigned kItems = 8;    // a CTA's items that a warp may ask for at the same time
+constexpr unsigned kPlaces = 4;   // those between their fetch and their codes
 
-template <class L, unsigned kBuffers>
+template <class L>
 struct Shared {
   RowBuffer<L> rows[kBuffers];
   CodeTile<L> codes;
@@ -226,7 +225,7 @@ __device__ __forceinline__ int block_maximum(const int (&documents)[kWarps],
 template <class L, class C>
 __global__ void __launch_bounds__(kThreads, C::kCtas)
     quantize_kernel(const __grid_constant__ Batch batch, ExponentRule rule) {
-  __shared__ Shared<L, C::kBuffers> shared;
+  __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
@@ -255,8 +254,8 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
   const auto fetch = [&](unsigned i) {
     const Item item = shared.items[i % kItems];
     if (item.tensor >= 0) {
-      shared.rows[i % C::kBuffers].fetch(batch.tensors[item.tensor].x, batch.aligned[item.tensor],
-                                         item.head, shared.places[i % kPlaces][warp]);
+      shared.rows[i % kBuffers].fetch(batch.tensors[item.tensor].x, batch.aligned[item.tensor],
+                                      item.head, shared.places[i % kPlaces][warp]);
     }
     ptx::copy_async_commit_group();
   };
@@ -270,8 +269,7 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
     const QuantizeArgs& args = batch.tensors[item.tensor];
     const Rows& place = shared.places[i % kPlaces][warp];
     const float scale = args.rotate ? L::kRotationNorm : 1.0f;
-    const auto exponents_of = [&](const Rows& rows) {
-      if (args.rotate) rotate<L>(work.values);
+    const auto find_exponents = [&](const Rows& rows) {
       token_exponents<L>(rule, work.values, scale, work.exponents);
 #pragma unroll
       for (int pass = 0; pass < L::kPasses; ++pass) {
@@ -283,14 +281,21 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
       if (place.document >= 0 and leaves_tile<L>(place)) {
         const Rows rows = place.shifted(to_other_half(place));
         load_rows<L>(args.x, batch.aligned[item.tensor], item.head, rows, work.values);
-        exponents_of(rows);
+        if (args.rotate) rotate<L>(work.values);
+        find_exponents(rows);
         maximum = warp_maximum<L>(work.exponents);
       }
       if (lane == 0) shared.beyond[i % 2][warp] = maximum;
     }
-    take_rows<L, C::kBuffers - 1>(shared.rows[i % C::kBuffers], work.values);
-    fetch(i + C::kBuffers);
-    exponents_of(place);
+    RowBuffer<L>& rows = shared.rows[i % kBuffers];
+    wait_for_rows<kBuffers - 1>();
+    if (args.rotate) {
+      take_rotated_rows<L>(rows, work.values);
+    } else {
+      take_rows<L>(rows, work.values);
+    }
+    fetch(i + kBuffers);
+    find_exponents(place);
     int maximum = kNothing;
     if constexpr (C::kRunning) maximum = run_maxima<L>(work.exponents);
     if constexpr (C::kBlocks) maximum = warp_maximum<L>(work.exponents);
@@ -348,13 +353,13 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
   // The last warp draws items, one more than the rows of which are asked for.
   const bool draws = threadIdx.x == kThreads - 1;
   if (draws) {
-    for (unsigned i = 0; i <= C::kBuffers; ++i) {
+    for (unsigned i = 0; i <= kBuffers; ++i) {
       shared.items[i] = item_of(batch, atomicAdd(batch.ticket, 1u));
     }
   }
   if (lane < kMaxTensors) shared.spans[lane][warp] = {};
   __syncthreads();
-  for (unsigned i = 0; i < C::kBuffers; ++i) {
+  for (unsigned i = 0; i < kBuffers; ++i) {
     if (shared.items[i].tensor >= 0) find(i);
     fetch(i);
   }
@@ -371,10 +376,10 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
     std::uint32_t ticket = 0;
     if (draws) ticket = atomicAdd(batch.ticket, 1u);
     if (present) {
-      if (shared.items[(i + C::kBuffers) % kItems].tensor >= 0) find(i + C::kBuffers);
+      if (shared.items[(i + kBuffers) % kItems].tensor >= 0) find(i + kBuffers);
       survey(i, work);
     }
-    if (draws) shared.items[(i + C::kBuffers + 1) % kItems] = item_of(batch, ticket);
+    if (draws) shared.items[(i + kBuffers + 1) % kItems] = item_of(batch, ticket);
     // Behind it lie what the warps found, the item drawn, and codes that have been read.
     __syncthreads();
     const int(&documents)[kWarps] = shared.document[i % 2];

@@ -158,15 +158,30 @@ __device__ __forceinline__ void fetch_rows(const Bf16View& x, bool aligned, int 
   }
 }
 
-/// The rows that a thread waits for, in shared memory, each read by the thread that fetched it.
+/// Rows that a warp waits for, in shared memory. 16-byte units are permuted so that neither
+/// fetching units q, q + 4, ... (q the lane's place in its row) nor reading as many consecutive
+/// ones from q times that number on makes banks collide.
 template <class L>
 struct RowBuffer {
-  uint4 units[L::kPasses * L::kUnits][kThreads];
+  uint4 units[kWarps][kRowsAtOnce * L::kPasses * L::kDim / 8];
 
+  /// A unit of the lane's row.
+  __device__ __forceinline__ uint4* at(int pass, int unit) {
+    const int pair = (lane_row(pass) / 2 * L::kUnits + unit / kRowLanes) * 2 * kRowLanes;
+    const int row = lane_row(0) % 2 * kRowLanes;
+    return units[threadIdx.x / 32] + pair + row + (unit % kRowLanes ^ unit / kRowLanes);
+  }
   __device__ __forceinline__ void fetch(const Bf16View& x, bool aligned, int head,
                                         const Rows& rows) {
-    fetch_rows<L>(x, aligned, head, rows,
-                  [&](int pass, int u) { return &units[pass * L::kUnits + u][threadIdx.x]; });
+    fetch_rows<L>(x, aligned, head, rows, [&](int pass, int u) { return strided(pass, u); });
+  }
+  /// Unit q + 4 u: one that the lane fetches itself.
+  __device__ __forceinline__ uint4* strided(int pass, int u) {
+    return at(pass, static_cast<int>(threadIdx.x) % kRowLanes + kRowLanes * u);
+  }
+  /// Unit u of those from the lane's first on if each has consecutive ones.
+  __device__ __forceinline__ uint4* consecutive(int pass, int u) {
+    return at(pass, static_cast<int>(threadIdx.x) % kRowLanes * L::kUnits + u);
   }
 };
 
@@ -183,21 +198,24 @@ __device__ __forceinline__ void unpack(const uint4& unit, float* values) {
   }
 }
 
-/// What RowBuffer::fetch() brought; waits for it. kLater groups of copies asked for after it may
-/// stay on their way.
-template <class L, unsigned kLater = 0>
-__device__ __forceinline__ void take_rows(const RowBuffer<L>& buffer, LaneRows<L>& values) {
+/// Waits for what the lane fetched. kLater groups of copies asked for after it may stay on their
+/// way.
+template <unsigned kLater = 0>
+__device__ __forceinline__ void wait_for_rows() {
   if constexpr (kLater == 0) {
     ptx::copy_async_wait_all();
   } else {
     ptx::copy_async_wait_group<kLater>();
   }
+}
+
+/// What RowBuffer::fetch() brought.
+template <class L>
+__device__ __forceinline__ void take_rows(RowBuffer<L>& buffer, LaneRows<L>& values) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
 #pragma unroll
-    for (int u = 0; u < L::kUnits; ++u) {
-      unpack(buffer.units[pass * L::kUnits + u][threadIdx.x], values[pass] + 8 * u);
-    }
+    for (int u = 0; u < L::kUnits; ++u) unpack(*buffer.strided(pass, u), values[pass] + 8 * u);
   }
 }
 
@@ -220,37 +238,101 @@ __device__ __forceinline__ void load_rows(const Bf16View& x, bool aligned, int h
   }
 }
 
-/// Walsh-Hadamard butterflies of strides 1, 2, ..., d / 2, without the factor 1 / sqrt(d).
-template <class L>
-__device__ __forceinline__ void rotate(LaneRows<L>& values) {
-  const auto inside = [&](float(&x)[L::kLaneChannels], int stride) {
+// ---- rotation ---------------------------------------------------------------------------------
+//
+// Walsh-Hadamard butterflies of strides 1, 2, ..., d / 2, without the factor 1 / sqrt(d).
+
+/// Between values `stride` apart in the lane.
+template <int kCount>
+__device__ __forceinline__ void butterflies_inside(float (&x)[kCount], int stride) {
 #pragma unroll
-    for (int c = 0; c < L::kLaneChannels; ++c) {
-      if ((c & stride) != 0) continue;
-      const float low = x[c], high = x[c + stride];
-      x[c] = add_rn(low, high);
-      x[c + stride] = add_rn(low, -high);
-    }
-  };
-#pragma unroll
-  for (int pass = 0; pass < L::kPasses; ++pass) {
-    float(&x)[L::kLaneChannels] = values[pass];
-    // Channel bits 0 to 2 count inside a unit, 3 and 4 lanes, the others a lane's units.
-#pragma unroll
-    for (int stride = 1; stride < 8; stride *= 2) inside(x, stride);
-#pragma unroll
-    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
-      const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-      for (int c = 0; c < L::kLaneChannels; ++c) {
-        // The product is exact: one rounding.
-        x[c] = fma_rn(x[c], sign, __shfl_xor_sync(0xFFFFFFFFu, x[c], lanes));
-      }
-    }
-#pragma unroll
-    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) inside(x, stride);
+  for (int c = 0; c < kCount; ++c) {
+    if ((c & stride) != 0) continue;
+    const float low = x[c], high = x[c + stride];
+    x[c] = add_rn(low, high);
+    x[c + stride] = add_rn(low, -high);
   }
 }
+
+/// Between the same values of lanes `lanes` apart.
+template <int kCount>
+__device__ __forceinline__ void butterflies_across(float (&x)[kCount], int lanes) {
+  const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) {
+    // The product is exact: one rounding.
+    x[c] = fma_rn(x[c], sign, __shfl_xor_sync(0xFFFFFFFFu, x[c], lanes));
+  }
+}
+
+/// Rotates what a warp holds. Channel bits 0 to 2 count inside a unit, 3 and 4 lanes, the others a
+/// lane's units.
+template <class L>
+__device__ __forceinline__ void rotate(LaneRows<L>& values) {
+#pragma unroll
+  for (float(&x)[L::kLaneChannels] : values) {
+#pragma unroll
+    for (int stride = 1; stride < 8; stride *= 2) butterflies_inside(x, stride);
+#pragma unroll
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) butterflies_across(x, lanes);
+#pragma unroll
+    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) butterflies_inside(x, stride);
+  }
+}
+
+/// What RowBuffer::fetch() brought, rotated: the same values with fewer instructions. A lane takes
+/// consecutive units, so that more strides lie inside it, and the place of the rows serves to give
+/// it those which take_rows() would, half of each unit at a time. The warp calls it together and
+/// may fetch to that place afterwards.
+template <class L>
+__device__ __forceinline__ void take_rotated_rows(RowBuffer<L>& buffer, LaneRows<L>& values) {
+  __syncwarp();  // what the other lanes fetched is there
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+#pragma unroll
+    for (int u = 0; u < L::kUnits; ++u) unpack(*buffer.consecutive(pass, u), values[pass] + 8 * u);
+#pragma unroll
+    for (int stride = 1; stride < L::kLaneChannels; stride *= 2) {
+      butterflies_inside(values[pass], stride);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 8; half += 4) {
+    __syncwarp();  // what was there has been read
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) {
+        const float* const x = values[pass] + 8 * u + half;
+        *buffer.consecutive(pass, u) = {__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                        __float_as_uint(x[2]), __float_as_uint(x[3])};
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) {
+        const uint4 unit = *buffer.strided(pass, u);
+        float* const x = values[pass] + 8 * u + half;
+        x[0] = __uint_as_float(unit.x);
+        x[1] = __uint_as_float(unit.y);
+        x[2] = __uint_as_float(unit.z);
+        x[3] = __uint_as_float(unit.w);
+      }
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (float(&x)[L::kLaneChannels] : values) {
+#pragma unroll
+    for (int lanes = L::kUnits; lanes < kRowLanes; lanes *= 2) butterflies_across(x, lanes);
+#pragma unroll
+    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) butterflies_inside(x, stride);
+  }
+}
+
+// ---- exponents --------------------------------------------------------------------------------
 
 /// Exponents of the rows of values times `scale`; lanes of a row agree. Rounding is monotone, so
 /// the largest magnitude alone is multiplied.
