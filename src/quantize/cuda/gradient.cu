@@ -104,11 +104,12 @@ template <class L>
 __device__ __forceinline__ RowSums sum_row(Shared<L>& shared, int slot, int exponent) {
   Chain squares, delta, outputs;
   RowSums sums;
+  const unsigned first = shared.codes.offset(slot, 0);
   const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
 #pragma unroll 2
   for (int c = 0; c < L::kDim; c += 16) {
     float g[4], o[4];
-    chain_codes(*reinterpret_cast<const uint4*>(shared.codes.at(slot, c)), g);
+    chain_codes(shared.codes.template at<uint4>(first ^ shared.codes.offset(0, c)), g);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4* const unit = shared.out.at(slot, c / 8 + half);
@@ -241,8 +242,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const std::int64_t head_slots = std::int64_t{item % heads} * slots;
     const bool present = first_slot + slot < slots;
     encode_rows<L>(values, exponents, 1.0f, slot,
-                   present ? args.g.codes + (head_slots + first_slot) * L::kDim : nullptr, true,
-                   shared.codes);
+                   args.g.codes + (head_slots + first_slot) * L::kDim, present, true, shared.codes);
     if (next < items) fetch_gradients(next);
     __syncwarp();
 

@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
     const std::int64_t head_slots = item.head * args.out.slots;
     const std::int64_t row = head_slots + item.tile * L::kSlots;
     if (place.document >= 0) {
-      encode_rows<L>(work.values, work.exponents, scale, slot, args.out.codes + row * L::kDim,
+      encode_rows<L>(work.values, work.exponents, scale, slot, args.out.codes + row * L::kDim, true,
                      args.out.norms != nullptr or args.transposed != nullptr, shared.codes);
       if (lane % kRowLanes == 0) {
 #pragma unroll

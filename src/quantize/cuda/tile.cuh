@@ -163,25 +163,32 @@ __device__ __forceinline__ void fetch_rows(const Bf16View& x, bool aligned, int 
 /// ones from q times that number on makes banks collide.
 template <class L>
 struct RowBuffer {
-  uint4 units[kWarps][kRowsAtOnce * L::kPasses * L::kDim / 8];
+  static constexpr unsigned kPassBytes = kRowsAtOnce * L::kDim * 2;
+  alignas(128) std::uint8_t bytes[kWarps * L::kPasses * kPassBytes];
 
-  /// A unit of the lane's row.
-  __device__ __forceinline__ uint4* at(int pass, int unit) {
-    const int pair = (lane_row(pass) / 2 * L::kUnits + unit / kRowLanes) * 2 * kRowLanes;
-    const int row = lane_row(0) % 2 * kRowLanes;
-    return units[threadIdx.x / 32] + pair + row + (unit % kRowLanes ^ unit / kRowLanes);
-  }
   __device__ __forceinline__ void fetch(const Bf16View& x, bool aligned, int head,
                                         const Rows& rows) {
     fetch_rows<L>(x, aligned, head, rows, [&](int pass, int u) { return strided(pass, u); });
   }
   /// Unit q + 4 u: one that the lane fetches itself.
-  __device__ __forceinline__ uint4* strided(int pass, int u) {
-    return at(pass, static_cast<int>(threadIdx.x) % kRowLanes + kRowLanes * u);
+  __device__ __forceinline__ uint4* strided(unsigned pass, unsigned u) {
+    return at((place(threadIdx.x % kRowLanes) ^ u * 16) + u * 128 + pass * kPassBytes);
   }
   /// Unit u of those from the lane's first on if each has consecutive ones.
-  __device__ __forceinline__ uint4* consecutive(int pass, int u) {
-    return at(pass, static_cast<int>(threadIdx.x) % kRowLanes * L::kUnits + u);
+  __device__ __forceinline__ uint4* consecutive(unsigned pass, unsigned u) {
+    return at((place(threadIdx.x % kRowLanes * L::kUnits) ^ u * 16) + pass * kPassBytes);
+  }
+
+ private:
+  /// Two rows take lines of 128 bytes, each with four units of either.
+  __device__ __forceinline__ static unsigned place(unsigned unit) {
+    const unsigned row = threadIdx.x % 32 / kRowLanes;
+    const unsigned line = row / 2 * L::kUnits + unit / kRowLanes;
+    return threadIdx.x / 32 * (L::kPasses * kPassBytes) + line * 128 +
+           (row % 2 * kRowLanes | (unit % kRowLanes ^ unit / kRowLanes)) * 16;
+  }
+  __device__ __forceinline__ uint4* at(unsigned offset) {
+    return reinterpret_cast<uint4*>(bytes + offset);
   }
 };
 
@@ -362,27 +369,33 @@ template <class L>
 struct CodeTile {
   alignas(128) std::uint8_t bytes[L::kSlots * L::kDim];
 
-  __device__ __forceinline__ std::uint8_t* at(int slot, int channel) {
-    constexpr int kLineRows = 128 / L::kDim;
-    const int permutation = ((slot % 4 / kLineRows ^ slot / kGroup % 4) << 1) | (slot / 4 % 2);
-    return bytes + ((slot * L::kDim + channel) ^ (permutation * 16));
+  /// Every bit of it is a sum, modulo 2, of bits of slot and channel: offsets of parts without a
+  /// common bit combine by exclusive or.
+  __device__ __forceinline__ static constexpr unsigned offset(unsigned slot, unsigned channel) {
+    constexpr unsigned kLineRows = 128 / L::kDim;
+    const unsigned permutation = (slot % 4 / kLineRows ^ slot / kGroup % 4) << 1 | slot / 4 % 2;
+    return slot * L::kDim ^ channel ^ permutation * 16;
+  }
+  template <class T>
+  __device__ __forceinline__ T& at(unsigned offset) {
+    return *reinterpret_cast<T*>(bytes + offset);
   }
 };
 
 /// Codes of values times scale 2^-exponent, for the rows from `slot` of the tile: to the tile if
-/// `keep`, and to `codes`, the tile's first row in global memory, unless null. Codes of a NaN
+/// `keep`, and to `codes`, the tile's first row in global memory, if `store`. Codes of a NaN
 /// exponent are 0. `scale` is applied together with the power of two: a product that differs from
 /// that of two roundings lies below 2^-30, where every code is 0.
 template <class L>
 __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
                                             const int (&exponents)[L::kPasses], float scale,
-                                            int slot, std::uint8_t* codes, bool keep,
+                                            int slot, std::uint8_t* codes, bool store, bool keep,
                                             CodeTile<L>& tile) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     const bool nan = exponents[pass] == stages::kNanExponent;
     const float factor = mul_rn(scale, pow2(-exponents[pass]));
-    const int row = slot + lane_row(pass);
+    uint2 units[L::kUnits];
 #pragma unroll
     for (int u = 0; u < L::kUnits; ++u) {
       std::uint32_t words[2];
@@ -393,10 +406,21 @@ __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
                                   mul_rn(x[3], factor));
         if (nan) words[w] = 0;
       }
-      const uint2 packed{words[0], words[1]};
-      const int channel = first_channel<L>(u);
-      if (codes != nullptr) *reinterpret_cast<uint2*>(codes + row * L::kDim + channel) = packed;
-      if (keep) *reinterpret_cast<uint2*>(tile.at(row, channel)) = packed;
+      units[u] = {words[0], words[1]};
+    }
+    const int row = slot + lane_row(pass);
+    const int channel = first_channel<L>(0);
+    if (store) {
+      uint2* const to = reinterpret_cast<uint2*>(codes + (row * L::kDim + channel));
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) to[u * kRowLanes] = units[u];
+    }
+    if (keep) {
+      const unsigned first = tile.offset(row, channel);
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) {
+        tile.template at<uint2>(first ^ tile.offset(0, 8 * kRowLanes * u)) = units[u];
+      }
     }
   }
 }
@@ -410,20 +434,23 @@ __device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t
   constexpr int kPositions = 8;
   constexpr int kBlocks = L::kSlots / kPositions / 8;  // of 8 lanes, side by side in a channel
   static_assert(kThreads == L::kSlots / kPositions * L::kDim / 4);
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int first = kPositions * (lane % 8 + 8 * (warp % kBlocks));
-  const int channel = 4 * (lane / 8 + 4 * (warp / kBlocks));
-  if (first >= slots) return;
+  const unsigned warp = threadIdx.x / 32;
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned first = kPositions * (lane % 8 + 8 * (warp % kBlocks));
+  const unsigned channel = 4 * (lane / 8 + 4 * (warp / kBlocks));
+  if (static_cast<int>(first) >= slots) return;
+  // pi(8 + p) = pi(p) + 4
+  const unsigned from = tile.offset(first / kGroup * kGroup | first % kGroup / 2, channel);
   std::uint32_t rows[4][2];  // [channel][four positions]
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     std::uint32_t w[4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      // pi(8 + p) = pi(p) + 4
-      const int slot = first / kGroup * kGroup + tile::pi_order(4 * q + b) + first % kGroup / 2;
-      w[b] = *reinterpret_cast<const std::uint32_t*>(tile.at(slot, channel));
+      constexpr unsigned kUpper = 4;  // the bit of pi(p) that p < 8 leaves 0
+      const unsigned slot = static_cast<unsigned>(tile::pi_order(4 * q + b));
+      static_assert((tile::pi_order(7) & kUpper) == 0);
+      w[b] = tile.template at<std::uint32_t>(from ^ tile.offset(slot, 0));
     }
     const std::uint32_t low01 = ptx::permute_bytes(w[0], w[1], 0x5140);
     const std::uint32_t low23 = ptx::permute_bytes(w[2], w[3], 0x5140);
@@ -434,10 +461,10 @@ __device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t
     rows[2][q] = ptx::permute_bytes(high01, high23, 0x5410);
     rows[3][q] = ptx::permute_bytes(high01, high23, 0x7632);
   }
+  std::uint8_t* to = transposed + (channel * stride + first);
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    *reinterpret_cast<uint2*>(transposed + (channel + c) * stride + first) = {rows[c][0],
-                                                                              rows[c][1]};
+  for (int c = 0; c < 4; ++c, to += stride) {
+    *reinterpret_cast<uint2*>(to) = {rows[c][0], rows[c][1]};
   }
 }
 
@@ -469,10 +496,11 @@ __device__ __forceinline__ void chain_codes(const uint4& codes, float (&values)[
 template <class L>
 __device__ __forceinline__ int code_norm(CodeTile<L>& tile, int slot, int exponent) {
   Chain squares;
+  const unsigned first = tile.offset(slot, 0);
 #pragma unroll
   for (int c = 0; c < L::kDim; c += 16) {
     float values[4];
-    chain_codes(*reinterpret_cast<const uint4*>(tile.at(slot, c)), values);
+    chain_codes(tile.template at<uint4>(first ^ tile.offset(0, c)), values);
 #pragma unroll
     for (const float v : values) squares.add(v, v);
   }

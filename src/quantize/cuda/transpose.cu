@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   for (int i = 0; i < kThreadUnits; ++i) {
     const int at = i * kThreads + static_cast<int>(threadIdx.x);
     if (at < slots * kUnits) {
-      *reinterpret_cast<uint4*>(tile.at(at / kUnits, at % kUnits * 16)) = units[i];
+      tile.template at<uint4>(tile.offset(at / kUnits, at % kUnits * 16)) = units[i];
     }
   }
   __syncthreads();
