@@ -363,17 +363,20 @@ __device__ __forceinline__ void token_exponents(ExponentRule rule, const LaneRow
 
 // ---- codes ------------------------------------------------------------------------------------
 
-/// Codes of a tile in shared memory: (slot, channel), 16-byte units permuted inside 128 bytes so
-/// that lanes writing rows, reading rows and reading channels down the slots spread over the banks.
-template <class L>
+/// Codes of consecutive tiles in shared memory: (slot, channel), 16-byte units permuted inside 128
+/// bytes so that lanes writing rows, reading rows and reading channels down the slots spread over
+/// the banks.
+template <class L, int kTiles = 1>
 struct CodeTile {
-  alignas(128) std::uint8_t bytes[L::kSlots * L::kDim];
+  static_assert(kTiles <= 2);
+  alignas(128) std::uint8_t bytes[kTiles * L::kSlots * L::kDim];
 
   /// Every bit of it is a sum, modulo 2, of bits of slot and channel: offsets of parts without a
   /// common bit combine by exclusive or.
   __device__ __forceinline__ static constexpr unsigned offset(unsigned slot, unsigned channel) {
     constexpr unsigned kLineRows = 128 / L::kDim;
-    const unsigned permutation = (slot % 4 / kLineRows ^ slot / kGroup % 4) << 1 | slot / 4 % 2;
+    const unsigned permutation =
+        (slot % 4 / kLineRows ^ slot / kGroup % 4) << 1 | (slot / 4 ^ slot / (4 * kGroup)) % 2;
     return slot * L::kDim ^ channel ^ permutation * 16;
   }
   template <class T>
@@ -425,15 +428,16 @@ __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
   }
 }
 
-/// Transposes the tile: (channel, slot), each 16 slots in the order pi of tile/swizzle.h.
-/// `transposed` is the first channel's row at the tile's first slot. Slots from `slots` on are not
-/// there. A thread moves 4 channels of 8 positions.
-template <class L>
-__device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t* transposed,
-                                                 std::int64_t stride, int slots) {
-  constexpr int kPositions = 8;
-  constexpr int kBlocks = L::kSlots / kPositions / 8;  // of 8 lanes, side by side in a channel
-  static_assert(kThreads == L::kSlots / kPositions * L::kDim / 4);
+/// Transposes tiles: (channel, slot), each 16 slots in the order pi of tile/swizzle.h.
+/// `transposed` is the first channel's row at the first slot. Slots from `slots` on are not there.
+/// A thread moves 4 channels of 8 positions a tile.
+template <class L, int kTiles>
+__device__ __forceinline__ void store_transposed(CodeTile<L, kTiles>& tile,
+                                                 std::uint8_t* transposed, std::int64_t stride,
+                                                 int slots) {
+  constexpr int kPositions = 8 * kTiles;
+  constexpr int kBlocks = L::kSlots / 64;  // of 8 lanes, side by side in a channel
+  static_assert(kThreads == L::kSlots / 8 * L::kDim / 4);
   const unsigned warp = threadIdx.x / 32;
   const unsigned lane = threadIdx.x % 32;
   const unsigned first = kPositions * (lane % 8 + 8 * (warp % kBlocks));
@@ -441,15 +445,13 @@ __device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t
   if (static_cast<int>(first) >= slots) return;
   // pi(8 + p) = pi(p) + 4
   const unsigned from = tile.offset(first / kGroup * kGroup | first % kGroup / 2, channel);
-  std::uint32_t rows[4][2];  // [channel][four positions]
+  std::uint32_t rows[4][kPositions / 4];  // [channel][four positions]
 #pragma unroll
-  for (int q = 0; q < 2; ++q) {
+  for (int q = 0; q < kPositions / 4; ++q) {
     std::uint32_t w[4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      constexpr unsigned kUpper = 4;  // the bit of pi(p) that p < 8 leaves 0
-      const unsigned slot = static_cast<unsigned>(tile::pi_order(4 * q + b));
-      static_assert((tile::pi_order(7) & kUpper) == 0);
+      const auto slot = static_cast<unsigned>(tile::pi_order(4 * q + b));
       w[b] = tile.template at<std::uint32_t>(from ^ tile.offset(slot, 0));
     }
     const std::uint32_t low01 = ptx::permute_bytes(w[0], w[1], 0x5140);
@@ -464,7 +466,11 @@ __device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t
   std::uint8_t* to = transposed + (channel * stride + first);
 #pragma unroll
   for (int c = 0; c < 4; ++c, to += stride) {
-    *reinterpret_cast<uint2*>(to) = {rows[c][0], rows[c][1]};
+    if constexpr (kTiles == 1) {
+      *reinterpret_cast<uint2*>(to) = {rows[c][0], rows[c][1]};
+    } else {
+      *reinterpret_cast<uint4*>(to) = {rows[c][0], rows[c][1], rows[c][2], rows[c][3]};
+    }
   }
 }
 
