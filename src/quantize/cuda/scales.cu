@@ -18,22 +18,15 @@ __device__ __forceinline__ std::int32_t reduce(std::int32_t value) {
   return __reduce_max_sync(0xFFFFFFFFu, value);
 }
 
-/// Maxima over the tokens of each query tile. One warp for each 16 slots; those at the start of a
-/// tile work.
-__global__ void tile_maxima_kernel(const ScalesArgs args) {
-  const int head = blockIdx.y;
+/// Maxima over the tokens of a query tile. One warp.
+__device__ __forceinline__ void find_maxima(const ScalesArgs& args, int head, int first_slot,
+                                            int tokens) {
   const int lane = threadIdx.x % 32;
-  const int first_slot =
-      static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kGroup;
-  if (first_slot >= args.slots) return;
-  const Rows tile = rows_of(find_span(args.cu_seqlens, args.num_documents, first_slot), first_slot);
-  if (tile.first % stages::kQueryTile != 0 or tile.left <= 0) return;
   const std::int64_t slot = head * args.slots + first_slot;
-
   // Four tokens a lane; documents start at multiples of 16 slots.
   constexpr int kLaneTokens = stages::kQueryTile / 32;
   static_assert(kLaneTokens == sizeof(std::uint32_t));
-  const int rows = min(stages::kQueryTile, tile.left) - kLaneTokens * lane;
+  const int rows = min(stages::kQueryTile, tokens) - kLaneTokens * lane;
   std::int32_t a = kNoScale, b = kNoScale, c = kNoScale;
   bool live = false;
   if (rows > 0) {
@@ -65,6 +58,22 @@ __global__ void tile_maxima_kernel(const ScalesArgs args) {
   live = __any_sync(0xFFFFFFFFu, live);
   if (lane == 0) {
     args.scales[slot / kGroup] = {a, b, c, live ? 1 : 0};
+  }
+}
+
+/// Maxima over the tokens of each query tile. A warp for the tiles that start in as many slots as a
+/// tile has: one, unless documents are short.
+__global__ void tile_maxima_kernel(const ScalesArgs args) {
+  const int warp = static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+  const int end = min((warp + 1) * stages::kQueryTile, static_cast<int>(args.slots));
+  Span span{};
+  for (int slot = warp * stages::kQueryTile; slot < end;) {
+    if (not holds(span, slot)) span = find_span(args.cu_seqlens, args.num_documents, slot);
+    const int tiles = (slot - span.start + stages::kQueryTile - 1) / stages::kQueryTile;
+    const int first = span.start + tiles * stages::kQueryTile;  // of the next tile
+    const int tokens = rows_of(span, first).left;
+    if (first < end and tokens > 0) find_maxima(args, blockIdx.y, first, tokens);
+    slot = min(first + stages::kQueryTile, span.end);
   }
 }
 
@@ -135,10 +144,10 @@ __global__ void __launch_bounds__(32 * kChunkWarps) tile_scales_kernel(const Sca
 }  // namespace
 
 void make_tile_scales(const ScalesArgs& args, cudaStream_t stream) {
-  constexpr int kWarps = 8;
-  const int groups = static_cast<int>(args.slots / kGroup);
-  if (groups == 0) return;
-  tile_maxima_kernel<<<dim3((groups + kWarps - 1) / kWarps, args.heads), 32 * kWarps, 0, stream>>>(
+  constexpr int kWarps = 4;
+  const int tiles = static_cast<int>((args.slots + stages::kQueryTile - 1) / stages::kQueryTile);
+  if (tiles == 0) return;
+  tile_maxima_kernel<<<dim3((tiles + kWarps - 1) / kWarps, args.heads), 32 * kWarps, 0, stream>>>(
       args);
   MXATTN_CUDA_CHECK(cudaGetLastError());
   tile_scales_kernel<<<dim3(args.num_documents, args.heads), 32 * kChunkWarps, 0, stream>>>(args);
