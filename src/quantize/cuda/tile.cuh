@@ -348,11 +348,13 @@ __device__ __forceinline__ void token_exponents(ExponentRule rule, const LaneRow
                                                 float scale, int (&exponents)[L::kPasses]) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
-    float largest = 0;
+    float even = 0, odd = 0;  // two chains
 #pragma unroll
-    for (int c = 0; c < L::kLaneChannels; ++c) {
-      largest = ptx::max_magnitude(largest, values[pass][c]);
+    for (int c = 0; c < L::kLaneChannels; c += 2) {
+      even = ptx::max_magnitude(even, values[pass][c]);
+      odd = ptx::max_magnitude(odd, values[pass][c + 1]);
     }
+    float largest = ptx::max_magnitude(even, odd);
 #pragma unroll
     for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
       largest = ptx::max_magnitude(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
