@@ -409,9 +409,9 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
     return present;
   };
   if constexpr (C::kRunning) {
-    Work<L> even, odd;
-    for (unsigned i = 0; step(i, even, odd) and step(i + 1, odd, even); i += 2) {
-    }
+    // Copied, 32 moves a lane: two places by turns would double the code and spill.
+    Work<L> work, waiting;
+    for (unsigned i = 0; step(i, work, waiting); ++i) waiting = work;
   } else {
     Work<L> work;
     for (unsigned i = 0; step(i, work, work); ++i) {
