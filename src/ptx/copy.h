@@ -81,6 +81,16 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t shared, const void* 
                : "memory");
 }
 
+/// Closes the thread's group of copy_async, and waits until at most kPending groups are in flight.
+/// PTX ISA 9.7.9.25.3.2 cp.async.commit_group, 9.7.9.25.3.3 cp.async.wait_group.
+__device__ __forceinline__ void copy_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <unsigned kPending>
+__device__ __forceinline__ void copy_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 /// Waits for all of the thread's copy_async. PTX ISA 9.7.9.25.3.3 cp.async.wait_all.
 __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");

@@ -104,11 +104,12 @@ template <class L>
 __device__ __forceinline__ RowSums sum_row(Shared<L>& shared, int slot, int exponent) {
   Chain squares, delta, outputs;
   RowSums sums;
+  const unsigned first = shared.codes.offset(slot, 0);
   const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
 #pragma unroll 2
   for (int c = 0; c < L::kDim; c += 16) {
     float g[4], o[4];
-    chain_codes(*reinterpret_cast<const uint4*>(shared.codes.at(slot, c)), g);
+    chain_codes(shared.codes.template at<uint4>(first ^ shared.codes.offset(0, c)), g);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4* const unit = shared.out.at(slot, c / 8 + half);
@@ -191,40 +192,56 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
     __syncwarp();
   };
+  // Two groups of copies a tile, each waited for while the other is on its way.
   const auto fetch_gradients = [&](int item) {
-    shared.rows.fetch(args.dout, dout_aligned, item % heads, shared.next[warp]);
+    if (item < items) shared.rows.fetch(args.dout, dout_aligned, item % heads, shared.next[warp]);
+    ptx::copy_async_commit_group();
   };
   const auto fetch_outputs = [&](int item) {
-    fetch_rows<L>(args.out, out_aligned, item % heads, shared.next[warp], [&](int pass, int u) {
-      return shared.out.at(slot + lane_row(pass), first_channel<L>(u) / 8);
-    });
+    if (item < items) {
+      fetch_rows<L>(args.out, out_aligned, item % heads, shared.next[warp], [&](int pass, int u) {
+        return shared.out.at(slot + lane_row(pass), first_channel<L>(u) / 8);
+      });
+    }
+    ptx::copy_async_commit_group();
+  };
+  // Row sums and LSE of the lane's rows, asked for a tile ahead.
+  float sums[L::kPasses], lse[L::kPasses];
+  const auto load_statistics = [&](int item) {
+    const Rows rows = shared.next[warp];
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      sums[pass] = 0;
+      lse[pass] = -kInfinity;
+      if (lane_row(pass) >= rows.left) continue;
+      const std::int64_t at = item % heads * args.dout.tokens + rows.token + lane_row(pass);
+      sums[pass] = __ldg(args.row_sum + at);
+      lse[pass] = __ldg(args.lse + at);
+    }
   };
 
   int item = blockIdx.x;
   find(item, Span{});
   fetch_gradients(item);
   fetch_outputs(item);
+  load_statistics(item);
   while (true) {
     const int next = item + static_cast<int>(gridDim.x);
 
     // A row that sees no key is a zero token, whatever its dO holds: no row sum is 0.
     float divisors[L::kPasses];
-    const Rows rows = shared.next[warp];
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
-      divisors[pass] = 0;
-      if (lane_row(pass) < rows.left) {
-        const std::int64_t stat = item % heads * args.dout.tokens + rows.token + lane_row(pass);
-        // Volatile: else the compiler waits for lse first.
-        const float sum = *static_cast<const volatile float*>(args.row_sum + stat);
-        if (args.lse[stat] != -kInfinity) divisors[pass] = sum;
-      }
+      divisors[pass] = lse[pass] != -kInfinity ? sums[pass] : 0.0f;
     }
-    if (next < items) find(next, shared.spans[warp]);
+    if (next < items) {
+      find(next, shared.spans[warp]);
+      load_statistics(next);
+    }
     LaneRows<L> values;
     int exponents[L::kPasses];
+    wait_for_rows<1>();
     take_rows<L>(shared.rows, values);
-    __syncwarp();  // the lanes' parts of O are there
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       if (divisors[pass] != 0) {
@@ -240,10 +257,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const std::int64_t head_slots = std::int64_t{item % heads} * slots;
     const bool present = first_slot + slot < slots;
     encode_rows<L>(values, exponents, 1.0f, slot,
-                   present ? args.g.codes + (head_slots + first_slot) * L::kDim : nullptr, true,
-                   shared.codes);
-    if (next < items) fetch_gradients(next);
-    __syncwarp();
+                   args.g.codes + (head_slots + first_slot) * L::kDim, present, true, shared.codes);
+    fetch_gradients(next);
+    wait_for_rows<1>();
+    __syncwarp();  // the lanes' parts of O are there
 
     const std::int64_t row = head_slots + first_slot + slot;
 #pragma unroll
@@ -264,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       args.live[to] = sums.squares != 0;  // of codes that are 0 or at least 2^-9
     }
     __syncwarp();  // the rows of O have been read
-    if (next < items) fetch_outputs(next);
+    fetch_outputs(next);
     if (args.transposed != nullptr) {
       __syncthreads();
       store_transposed<L>(shared.codes, args.transposed + head_slots * L::kDim + first_slot, slots,

@@ -1,8 +1,9 @@
 // Maxima over parts of chunks, of bytes a token: norms of V, and exponents of K that may fall.
 //
 // A CTA owns kRegion slots of a head and reads as many before them (or behind, for maxima up to the
-// chunk's end): no chunk is longer. Maxima over 1, 2, 4, ... tokens follow from each other; two of
-// the longest that fit cover a window.
+// chunk's end): no chunk is longer. Chunks begin at multiples of 16 slots, so a part consists of
+// the end of a group of 16 slots, whole groups, and the beginning of a group: maxima up to and from
+// each token inside its group, and over 1, 2, 4, ... groups, two of which cover any number of them.
 #include <algorithm>
 
 #include "quantize/cuda/launch.h"
@@ -18,8 +19,11 @@ constexpr int kRegion = 2048;
 static_assert(stages::chunk_end(2) - stages::chunk_begin(2) <= kRegion and
               stages::chunk_end(3) - stages::chunk_begin(3) == kRegion);
 constexpr int kEntries = 2 * kRegion;
-constexpr int kMaximaThreads = 512;
-constexpr int kNothing = -128;  // the maximum of no token
+constexpr int kGroups = kEntries / kGroup;
+constexpr int kMaximaThreads = kGroups;
+constexpr int kLevels = 7;  // fewer than 128 whole groups lie in a chunk of which others are a part
+constexpr int kThreadEntries = kRegion / kMaximaThreads;  // of the output
+constexpr int kNothing = -128;                            // the maximum of no token
 
 struct Tables {
   ChunkMaximaArgs tables[kMaxTensors];
@@ -40,74 +44,144 @@ __device__ __forceinline__ int document_of(const std::int32_t* cu_seqlens, int n
   return low;
 }
 
+/// Bytes of a group, or half of one.
+template <int kCount>
+union Bytes {
+  std::uint32_t words[kCount / 4];
+  std::int8_t bytes[kCount];
+
+  __device__ __forceinline__ Bytes reversed() const {
+    Bytes result;
+#pragma unroll
+    for (int w = 0; w < kCount / 4; ++w) {
+      result.words[w] = ptx::permute_bytes(words[kCount / 4 - 1 - w], 0, 0x0123);
+    }
+    return result;
+  }
+};
+
+struct Shared {
+  alignas(16) std::int8_t values[kEntries];
+  alignas(16) std::int8_t up_to[kEntries];   // maxima from the group's first entry
+  alignas(16) std::int8_t onward[kEntries];  // maxima to the group's last entry
+  std::int8_t levels[kLevels][kGroups];      // of the last 2^level groups
+  std::int16_t bounds[kGroups];  // the first group of the chunk's part, kGroups: no tokens
+};
+
 /// Entries count slots in the direction of the part: from the region's first slot upward for kUpTo,
 /// from its last slot downward for kFrom. Entry kRegion is the first of the region's own.
 __global__ void __launch_bounds__(kMaximaThreads)
     chunk_maxima_kernel(const __grid_constant__ Tables tables) {
-  __shared__ std::int8_t values[2][kEntries];
-  __shared__ std::int16_t bounds[kEntries / kGroup];  // the first entry of the chunk's part
+  __shared__ Shared shared;
   const ChunkMaximaArgs& args = tables.tables[blockIdx.z];
   const int head = blockIdx.y;
   const int region = static_cast<int>(blockIdx.x) * kRegion;
   const int slots = static_cast<int>(args.slots);
   if (head >= args.heads or region >= slots) return;
   const bool up = args.part == Part::kUpTo;
-  const auto slot_of = [&](int entry) {
-    return up ? region - kRegion + entry : region + 2 * kRegion - 1 - entry;
+  // The lowest slot of a group of entries.
+  const auto slot_of = [&](int group) {
+    return up ? region - kRegion + kGroup * group : region + 2 * kRegion - kGroup * (group + 1);
   };
-  const std::int8_t* const from = args.values + std::int64_t{head} * slots;
+  const int thread = threadIdx.x;
 
-  for (int group = threadIdx.x; group < kEntries / kGroup; group += kMaximaThreads) {
-    const int entry = group * kGroup;
-    const int slot = up ? slot_of(entry) : slot_of(entry + kGroup - 1);  // the group's lowest
-    int bound = kEntries;                                                // no tokens
-    if (slot >= 0 and slot < slots) {
-      const int document = document_of(args.cu_seqlens, args.num_documents, slot);
-      const int begin = __ldg(args.cu_seqlens + document);
-      const int length = __ldg(args.cu_seqlens + document + 1) - begin;
-      const int start = static_cast<int>(document_slot(begin, document));
-      const int first = slot - start;
-      if (first < length) {
-        const int chunk = stages::chunk_of(first);
-        const int edge = up ? start + stages::chunk_begin(chunk)
-                            : start + min(length, stages::chunk_end(chunk)) - 1;
-        bound = up ? edge - region + kRegion : region + 2 * kRegion - 1 - edge;
-      }
+  // A group a thread.
+  const int slot = slot_of(thread);
+  Bytes<kGroup> own;
+  int tokens = 0;  // of the group
+  int bound = kGroups;
+  if (slot >= 0 and slot < slots) {
+    const uint4 loaded =
+        __ldg(reinterpret_cast<const uint4*>(args.values + std::int64_t{head} * slots + slot));
+    own.words[0] = loaded.x;
+    own.words[1] = loaded.y;
+    own.words[2] = loaded.z;
+    own.words[3] = loaded.w;
+    const int document = document_of(args.cu_seqlens, args.num_documents, slot);
+    const int begin = __ldg(args.cu_seqlens + document);
+    const int length = __ldg(args.cu_seqlens + document + 1) - begin;
+    const int start = static_cast<int>(document_slot(begin, document));
+    const int first = slot - start;
+    tokens = length - first;
+    if (tokens > 0) {
+      const int chunk = stages::chunk_of(first);
+      const int edge = up ? stages::chunk_begin(chunk)
+                          : min(length, stages::chunk_end(chunk)) - 1;  // part of that group
+      const int distance = (edge / kGroup * kGroup - first) / kGroup;
+      bound = max(thread - (up ? -distance : distance), 0);
     }
-    bounds[group] = static_cast<std::int16_t>(max(bound, -1));
   }
-  for (int entry = threadIdx.x; entry < kEntries; entry += kMaximaThreads) {
-    const int slot = slot_of(entry);
-    values[0][entry] = slot >= 0 and slot < slots ? from[slot] : std::int8_t{kNothing};
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    if (i >= tokens) own.bytes[i] = kNothing;
   }
+  if (not up) own = own.reversed();
+  const auto keep = [&](std::int8_t* to, const Bytes<kGroup>& group) {
+    *reinterpret_cast<uint4*>(to + kGroup * thread) = {group.words[0], group.words[1],
+                                                       group.words[2], group.words[3]};
+  };
+  keep(shared.values, own);
+  Bytes<kGroup> running;
+  int maximum = kNothing;
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    maximum = max(maximum, static_cast<int>(own.bytes[i]));
+    running.bytes[i] = static_cast<std::int8_t>(maximum);
+  }
+  keep(shared.up_to, running);
+  shared.levels[0][thread] = static_cast<std::int8_t>(maximum);
+  shared.bounds[thread] = static_cast<std::int16_t>(bound);
+  maximum = kNothing;
+#pragma unroll
+  for (int i = kGroup - 1; i >= 0; --i) {
+    maximum = max(maximum, static_cast<int>(own.bytes[i]));
+    running.bytes[i] = static_cast<std::int8_t>(maximum);
+  }
+  keep(shared.onward, running);
   __syncthreads();
-
-  // After a level, an entry holds the maximum of the last `length` of its part.
-  const int window = min(args.window, kRegion);
-  int now = 0;
-  int length = 1;
-  for (; 2 * length <= window; length *= 2) {
-    for (int entry = threadIdx.x; entry < kEntries; entry += kMaximaThreads) {
-      int value = values[now][entry];
-      const int other = entry - length;
-      if (other >= 0 and other >= bounds[entry / kGroup]) {
-        value = max(value, static_cast<int>(values[now][other]));
-      }
-      values[now ^ 1][entry] = static_cast<std::int8_t>(value);
-    }
-    now ^= 1;
+#pragma unroll
+  for (int level = 1; level < kLevels; ++level) {
+    // Parts that are asked for reach behind no bound.
+    const int other = max(thread - (1 << (level - 1)), 0);
+    shared.levels[level][thread] =
+        max(shared.levels[level - 1][thread], shared.levels[level - 1][other]);
     __syncthreads();
   }
-  std::int8_t* const to = args.maxima + std::int64_t{head} * slots;
-  for (int entry = kRegion + threadIdx.x; entry < kEntries; entry += kMaximaThreads) {
-    const int bound = bounds[entry / kGroup];
-    const int slot = slot_of(entry);
-    if (bound > entry or slot >= slots) continue;  // a gap
-    int value = values[now][entry];
-    const int other = entry - (window - length);
-    if (other >= bound) value = max(value, static_cast<int>(values[now][other]));
-    to[slot] = static_cast<std::int8_t>(value);
+
+  // Half a group a thread.
+  static_assert(kThreadEntries == kGroup / 2);
+  const int entry = kRegion + kThreadEntries * thread;
+  const int group = entry / kGroup;
+  const int to_slot = slot_of(group);
+  if (to_slot >= slots or shared.bounds[group] == kGroups) return;
+  const int lowest = shared.bounds[group] * kGroup;
+  const int window = min(args.window, kRegion);
+  Bytes<kThreadEntries> result;
+#pragma unroll
+  for (int i = 0; i < kThreadEntries; ++i) {
+    const int last = entry + i;
+    const int first = max(last - window + 1, lowest);
+    const int first_group = first / kGroup;
+    int value = shared.up_to[last];
+    if (first_group < group) {
+      value = max(value, static_cast<int>(shared.onward[first]));
+      const int between = group - first_group - 1;
+      if (between > 0) {
+        const int level = 31 - __clz(between);
+        value = max(value, static_cast<int>(shared.levels[level][group - 1]));
+        value = max(value, static_cast<int>(shared.levels[level][first_group + (1 << level)]));
+      }
+    } else if (first % kGroup != 0) {
+      value = kNothing;
+      for (int at = first; at <= last; ++at)
+        value = max(value, static_cast<int>(shared.values[at]));
+    }
+    result.bytes[i] = static_cast<std::int8_t>(value);
   }
+  if (not up) result = result.reversed();
+  const bool upper = (thread % 2 != 0) == up;  // half of the group's slots
+  std::int8_t* const to = args.maxima + std::int64_t{head} * slots + to_slot;
+  *reinterpret_cast<uint2*>(to + (upper ? kThreadEntries : 0)) = {result.words[0], result.words[1]};
 }
 
 }  // namespace

@@ -1,12 +1,14 @@
 // Q, K, V to codes, exponents, transposed codes and norms, reading each tensor once.
 //
-// An item is a tile of slots of one head. CTAs stay: while one waits for the maxima of earlier
-// tiles, encodes and stores, the rows of its next item are on their way to shared memory.
+// An item is a tile of slots of one head. CTAs stay: while one works on a tile, the rows of its
+// next items are on their way to shared memory.
 //
 // A running exponent needs the maximum of all earlier tokens of the document. CTAs take items in
 // order; each publishes the maximum of what its last document holds in the tile, and looks back
-// over the tiles before it until one knows the maximum from the document's start. A CTA works on
-// its items in order, so the first unfinished one never waits.
+// over the tiles before it until one knows the maximum from the document's start. It encodes a tile
+// only after it has published the next one: all work at different phases, and what a tile needs of
+// twenty others was published a whole period before. A CTA publishes and encodes its items in order
+// and never waits before it publishes, so the first unfinished item never waits.
 #include <algorithm>
 
 #include "quantize/cuda/launch.h"
@@ -18,21 +20,28 @@ namespace {
 
 constexpr int kNothing = -128;  // the maximum of no token
 
-/// CTAs on a multiprocessor. The other half of a block takes registers.
-constexpr int ctas_of(ScaleGroup group) { return group == ScaleGroup::kBlock32 ? 3 : 4; }
+/// How tiles of a scale group are worked on.
+template <ScaleGroup kGroup>
+struct Config {
+  static constexpr bool kRunning = kGroup == ScaleGroup::kRunning;
+  static constexpr bool kBlocks = kGroup == ScaleGroup::kBlock32;
+  /// CTAs on a multiprocessor. A tile that waits and the other half of a block take registers.
+  static constexpr int kCtas = kRunning ? 2 : kBlocks ? 3 : 4;
+};
 
-/// The items of all tensors, one tensor after the other.
+/// The items of all tensors. Tiles of all heads of all tensors advance together, so that a tile's
+/// predecessors are earlier items, and few of them unfinished.
 struct Batch {
-  QuantizeArgs tensors[kMaxTensors];
+  QuantizeArgs tensors[kMaxTensors];  // by descending numbers of tiles
   bool aligned[kMaxTensors] = {};
-  int ends[kMaxTensors] = {};              // of each tensor's items
   std::uint32_t* words[kMaxTensors] = {};  // what tiles publish, (heads, tiles)
   int tiles[kMaxTensors] = {};             // of a head
+  int heads[kMaxTensors] = {};             // of this tensor and those before it
+  int begins[kMaxTensors] = {};  // the item at which only this tensor and those before go on
   int items = 0;
   std::uint32_t* ticket = nullptr;  // the next item
 };
 
-/// Tiles of all heads advance together: a tile's predecessor is an earlier item.
 struct alignas(16) Item {
   int tensor;  // -1: there are no more
   int head;
@@ -42,10 +51,16 @@ struct alignas(16) Item {
 __device__ __forceinline__ Item item_of(const Batch& batch, std::uint32_t ticket) {
   const int index = static_cast<int>(ticket);
   if (index >= batch.items) return {-1, 0, 0};
-  int tensor = 0, begin = 0;
-  while (index >= batch.ends[tensor]) begin = batch.ends[tensor++];
-  const int heads = batch.tensors[tensor].out.heads;
-  return {tensor, (index - begin) % heads, (index - begin) / heads};
+  // The tensors up to `last` go on here; those behind it have ended, at its first tile.
+  int last = 0;
+  while (index < batch.begins[last]) ++last;
+  const int first_tile = last + 1 < kMaxTensors ? batch.tiles[last + 1] : 0;
+  const int at = index - batch.begins[last];
+  const int head = at % batch.heads[last];
+  int tensor = 0;
+  while (head >= batch.heads[tensor]) ++tensor;
+  return {tensor, head - (tensor > 0 ? batch.heads[tensor - 1] : 0),
+          first_tile + at / batch.heads[last]};
 }
 
 // ---- maxima of earlier tiles ------------------------------------------------------------------
@@ -59,47 +74,68 @@ __device__ __forceinline__ void publish(std::uint32_t* word, std::uint32_t kind,
   if (threadIdx.x % 32 == 0) atomicExch(word, kind | static_cast<std::uint32_t>(value + kBias));
 }
 
+/// The lane's word of the 32 up to tile `last`; nothing before the first tile.
+__device__ __forceinline__ std::uint32_t peek(const std::uint32_t* words, int last) {
+  const int at = last - static_cast<int>(threadIdx.x) % 32;
+  if (at < 0) return kComplete | (kNothing + kBias);
+  return *static_cast<const volatile std::uint32_t*>(words + at);
+}
+
 /// Maximum of the document's tokens in the tiles before `tile`, of which all but the one where it
-/// begins hold nothing else. One warp.
-__device__ __forceinline__ int look_back(const volatile std::uint32_t* words, int tile) {
-  const int lane = threadIdx.x % 32;
+/// begins hold nothing else. One warp; `word` is what peek() saw of them some time ago.
+__device__ __forceinline__ int look_back(const std::uint32_t* words, int tile, std::uint32_t word) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  const unsigned lane = threadIdx.x % 32;
   int maximum = kNothing;
-  for (int last = tile - 1;; last -= 32) {
-    const int at = last - lane;
-    std::uint32_t word = kComplete | (kNothing + kBias);
-    if (at >= 0) {
-      do {
-        word = words[at];
-      } while (word == 0);
-    }
-    const unsigned complete = __ballot_sync(0xFFFFFFFFu, word >= kComplete);
+  for (int last = tile - 1;;) {
+    const unsigned complete = __ballot_sync(kAll, word >= kComplete);
+    const unsigned missing = __ballot_sync(kAll, word == 0);
     // Tiles behind the nearest complete one are part of it, or of other documents.
-    const int nearest = complete == 0 ? 31 : __ffs(static_cast<int>(complete)) - 1;
-    const int value = lane <= nearest ? static_cast<int>(word & 0xFFFFu) - kBias : kNothing;
-    maximum = max(maximum, __reduce_max_sync(0xFFFFFFFFu, value));
-    if (complete != 0) return maximum;
+    const unsigned needed = complete ^ (complete - 1);
+    if ((missing & needed) == 0) {
+      const int value =
+          (needed >> lane & 1u) != 0 ? static_cast<int>(word & 0xFFFFu) - kBias : kNothing;
+      maximum = max(maximum, __reduce_max_sync(kAll, value));
+      if (complete != 0) return maximum;
+      last -= 32;
+    }
+    word = peek(words, last);
   }
 }
 
 // ---- maxima inside a tile ---------------------------------------------------------------------
 
+constexpr unsigned kBuffers = 2;  // tiles whose rows are on their way to a CTA
+constexpr unsigned kItems = 8;    // a CTA's items that a warp may ask for at the same time
+constexpr unsigned kPlaces = 4;   // those between their fetch and their codes
+
 template <class L>
 struct Shared {
-  RowBuffer<L> rows;
+  RowBuffer<L> rows[kBuffers];
   CodeTile<L> codes;
-  Item items[2];           // this one and the next, by turns
-  Rows places[2][kWarps];  // of the warps' slots in these, each for its warp alone
-  Span spans[kWarps];      // the documents of the last places
-  int maximum[kWarps];     // of the exponents of a warp's tokens
-  int beyond[kWarps];      // of those that share a block with them and lie in another tile
-  int document[kWarps];    // Rows::document, -1 where there are no slots
-  bool begins;             // a document begins with the tile
-  int before;              // maximum of the first document's tokens in earlier tiles
+  Item items[kItems];               // item i of the CTA at i % kItems; so for the following
+  Rows places[kPlaces][kWarps];     // of the warps' slots, each for its warp alone
+  Span spans[kMaxTensors][kWarps];  // the documents of the last places in each tensor
+  int maximum[2][kWarps];           // of the exponents of a warp's tokens
+  int beyond[2][kWarps];            // of those that share a block with them and lie in another tile
+  int document[2][kWarps];          // Rows::document, -1 where there are no slots
 };
 
-/// Exponents to running maxima of the warp's tokens, in place.
+/// A warp's part of a tile whose tokens have exponents.
 template <class L>
-__device__ __forceinline__ void run_maxima(int (&exponents)[L::kPasses]) {
+struct Work {
+  LaneRows<L> values;
+  int exponents[L::kPasses];  // of tokens, or their running maxima inside the warp
+  // Of running maxima:
+  int before;   // of the document's tokens in earlier warps
+  int last;     // of the last document
+  bool joins;   // the warp's document began in an earlier tile
+  bool passes;  // a document fills the tile and began in an earlier one
+};
+
+/// Exponents to running maxima of the warp's tokens, in place. Returns the last.
+template <class L>
+__device__ __forceinline__ int run_maxima(int (&exponents)[L::kPasses]) {
   const int lane = threadIdx.x % 32;
   int carried = kNothing;
 #pragma unroll
@@ -112,6 +148,38 @@ __device__ __forceinline__ void run_maxima(int (&exponents)[L::kPasses]) {
     }
     exponents[pass] = value;
     carried = __shfl_sync(0xFFFFFFFFu, value, 31);
+  }
+  return carried;
+}
+
+/// Maximum over the warp's tokens.
+template <class L>
+__device__ __forceinline__ int warp_maximum(const int (&exponents)[L::kPasses]) {
+  int maximum = exponents[0];
+#pragma unroll
+  for (int pass = 1; pass < L::kPasses; ++pass) maximum = max(maximum, exponents[pass]);
+  return __reduce_max_sync(0xFFFFFFFFu, maximum);
+}
+
+/// What the tile's other warps tell of running maxima; the first warp tells the other tiles.
+template <class L>
+__device__ __forceinline__ void meet(const int (&documents)[kWarps], const int (&maxima)[kWarps],
+                                     int tile, std::uint32_t* word, Work<L>& work) {
+  constexpr unsigned kAll = 0xFFFFFFFFu;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int lane_document = lane < kWarps ? documents[lane] : -1;
+  const int lane_maximum = lane < kWarps ? maxima[lane] : kNothing;
+  const int document = documents[warp];
+  const bool earlier = lane < warp and lane_document == document;
+  work.before = __reduce_max_sync(kAll, earlier ? lane_maximum : kNothing);
+  const bool enters = documents[0] < tile * L::kSlots;  // began in an earlier tile
+  work.joins = enters and document == documents[0];
+  if (warp == 0) {
+    const int last_document = documents[kWarps - 1];
+    work.passes = enters and document == last_document;
+    work.last = __reduce_max_sync(kAll, lane_document == last_document ? lane_maximum : kNothing);
+    publish(word, work.passes ? kPartial : kComplete, work.last);
   }
 }
 
@@ -129,9 +197,11 @@ __device__ __forceinline__ bool leaves_tile(const Rows& rows) {
   return slot < 0 or slot >= L::kSlots;
 }
 
-/// Exponent of the warp's block of 32 tokens.
+/// Exponent of the warp's block of 32 tokens. `beyond` is for those that leave the tile.
 template <class L>
-__device__ __forceinline__ int block_maximum(const Shared<L>& shared, const Rows& place) {
+__device__ __forceinline__ int block_maximum(const int (&documents)[kWarps],
+                                             const int (&maxima)[kWarps],
+                                             const int (&beyond)[kWarps], const Rows& place) {
   constexpr int kGroupWarps = kGroup / L::kWarpSlots;
   const int warp = threadIdx.x / 32;
   const int own = warp / kGroupWarps * kGroupWarps;
@@ -140,11 +210,11 @@ __device__ __forceinline__ int block_maximum(const Shared<L>& shared, const Rows
   int maximum = kNothing;
 #pragma unroll
   for (int w = 0; w < kGroupWarps; ++w) {
-    maximum = max(maximum, shared.maximum[own + w]);
+    maximum = max(maximum, maxima[own + w]);
     if (leaves) {
-      maximum = max(maximum, shared.beyond[own + w]);
-    } else if (shared.document[other + w] == place.document) {
-      maximum = max(maximum, shared.maximum[other + w]);
+      maximum = max(maximum, beyond[own + w]);
+    } else if (documents[other + w] == place.document) {
+      maximum = max(maximum, maxima[other + w]);
     }
   }
   return maximum;
@@ -152,152 +222,113 @@ __device__ __forceinline__ int block_maximum(const Shared<L>& shared, const Rows
 
 // ---- kernel -----------------------------------------------------------------------------------
 
-template <class L, ScaleGroup kScaleGroup>
-__global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
+template <class L, class C>
+__global__ void __launch_bounds__(kThreads, C::kCtas)
     quantize_kernel(const __grid_constant__ Batch batch, ExponentRule rule) {
-  constexpr bool kRunning = kScaleGroup == ScaleGroup::kRunning;
-  constexpr bool kBlocks = kScaleGroup == ScaleGroup::kBlock32;
   __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
-  // Where the warp stands in an item; `last` is the tensor that it stood in before.
-  const auto find = [&](int turn, int last) {
-    const Item item = shared.items[turn];
+
+  // Where the warp stands in item i of the CTA.
+  const auto find = [&](unsigned i) {
+    const Item item = shared.items[i % kItems];
     const QuantizeArgs& args = batch.tensors[item.tensor];
     const int at = item.tile * L::kSlots + slot;
-    if (item.tensor != last or not holds(shared.spans[warp], at)) {
-      const Span span = find_span(args.cu_seqlens, args.num_documents, at);
+    Span& span = shared.spans[item.tensor][warp];
+    if (not holds(span, at)) {
+      const Span found = find_span(args.cu_seqlens, args.num_documents, at);
       __syncwarp();
-      if (lane == 0) shared.spans[warp] = span;
+      if (lane == 0) span = found;
       __syncwarp();
     }
-    Rows place = rows_of(shared.spans[warp], at);
+    Rows place = rows_of(span, at);
     if (at >= args.out.slots) {  // slots are a multiple of 16
       place.left = 0;
       place.document = -1;
     }
-    __syncwarp();  // the place before the last has been read
-    if (lane == 0) shared.places[turn][warp] = place;
+    __syncwarp();  // what was there has been read
+    if (lane == 0) shared.places[i % kPlaces][warp] = place;
     __syncwarp();
   };
-  const auto fetch = [&](int turn) {
-    const Item item = shared.items[turn];
-    shared.rows.fetch(batch.tensors[item.tensor].x, batch.aligned[item.tensor], item.head,
-                      shared.places[turn][warp]);
-  };
-  // The last warp draws, the first one looks back.
-  const bool draws = threadIdx.x == kThreads - 1;
-  for (int turn = 0; turn < 2; ++turn) {
-    if (draws) shared.items[turn] = item_of(batch, atomicAdd(batch.ticket, 1u));
-    __syncthreads();
-    if (turn == 0) {
-      if (shared.items[0].tensor < 0) return;
-      find(0, -1);
-      fetch(0);
+  const auto fetch = [&](unsigned i) {
+    const Item item = shared.items[i % kItems];
+    if (item.tensor >= 0) {
+      shared.rows[i % kBuffers].fetch(batch.tensors[item.tensor].x, batch.aligned[item.tensor],
+                                      item.head, shared.places[i % kPlaces][warp]);
     }
-  }
+    ptx::copy_async_commit_group();
+  };
+  const auto words_of = [&](const Item& item) {
+    return batch.words[item.tensor] + std::int64_t{item.head} * batch.tiles[item.tensor];
+  };
 
-  for (int turn = 0;; turn ^= 1) {
-    const Item item = shared.items[turn];
-    const Rows& place = shared.places[turn][warp];
+  // Rows to exponents of tokens, and what of them other warps need.
+  const auto survey = [&](unsigned i, Work<L>& work) {
+    const Item item = shared.items[i % kItems];
     const QuantizeArgs& args = batch.tensors[item.tensor];
-    std::uint32_t ticket = 0;
-    if (draws) ticket = atomicAdd(batch.ticket, 1u);
-    const bool more = shared.items[turn ^ 1].tensor >= 0;
-    if (more) find(turn ^ 1, item.tensor);
-
-    // Exponents of tokens, and what of them other warps need.
+    const Rows& place = shared.places[i % kPlaces][warp];
     const float scale = args.rotate ? L::kRotationNorm : 1.0f;
-    LaneRows<L> values;
-    int exponents[L::kPasses];
-    const auto mask_gaps = [&](const Rows& rows) {
+    const auto find_exponents = [&](const Rows& rows) {
+      token_exponents<L>(rule, work.values, scale, work.exponents);
 #pragma unroll
       for (int pass = 0; pass < L::kPasses; ++pass) {
-        if (lane_row(pass) >= rows.left) exponents[pass] = kNothing;
+        if (lane_row(pass) >= rows.left) work.exponents[pass] = kNothing;
       }
     };
-    const auto warp_maximum = [&] {
-      int maximum = exponents[0];
-#pragma unroll
-      for (int pass = 1; pass < L::kPasses; ++pass) maximum = max(maximum, exponents[pass]);
-      return __reduce_max_sync(0xFFFFFFFFu, maximum);
-    };
-    if constexpr (kBlocks) {
+    if constexpr (C::kBlocks) {
       int maximum = kNothing;
       if (place.document >= 0 and leaves_tile<L>(place)) {
         const Rows rows = place.shifted(to_other_half(place));
-        load_rows<L>(args.x, batch.aligned[item.tensor], item.head, rows, values);
-        if (args.rotate) rotate<L>(values);
-        token_exponents<L>(rule, values, scale, exponents);
-        mask_gaps(rows);
-        maximum = warp_maximum();
+        load_rows<L>(args.x, batch.aligned[item.tensor], item.head, rows, work.values);
+        if (args.rotate) rotate<L>(work.values);
+        find_exponents(rows);
+        maximum = warp_maximum<L>(work.exponents);
       }
-      if (lane == 0) shared.beyond[warp] = maximum;
+      if (lane == 0) shared.beyond[i % 2][warp] = maximum;
     }
-    take_rows<L>(shared.rows, values);
-    if (args.rotate) rotate<L>(values);
-    token_exponents<L>(rule, values, scale, exponents);
-    mask_gaps(place);
-    if constexpr (kRunning) run_maxima<L>(exponents);
-    const int own_maximum = warp_maximum();
-    const int document = place.document;
+    RowBuffer<L>& rows = shared.rows[i % kBuffers];
+    wait_for_rows<kBuffers - 1>();
+    if (args.rotate) {
+      take_rotated_rows<L>(rows, work.values);
+    } else {
+      take_rows<L>(rows, work.values);
+    }
+    fetch(i + kBuffers);
+    find_exponents(place);
+    int maximum = kNothing;
+    if constexpr (C::kRunning) maximum = run_maxima<L>(work.exponents);
+    if constexpr (C::kBlocks) maximum = warp_maximum<L>(work.exponents);
     if (lane == 0) {
-      shared.maximum[warp] = own_maximum;
-      shared.document[warp] = document;
+      shared.maximum[i % 2][warp] = maximum;
+      shared.document[i % 2][warp] = place.document;
     }
-    if (threadIdx.x == 0) shared.begins = place.first == 0;
-    __syncthreads();
+  };
 
-    if (draws) shared.items[turn] = item_of(batch, ticket);  // read after the next barrier
-    if (more) fetch(turn ^ 1);
-    int before = kNothing;  // what the exponents of the warp's tokens are at least
-    bool joins = false;     // the warp's document began in an earlier tile
-    if constexpr (kRunning) {
-      const int lane_document = lane < kWarps ? shared.document[lane] : -1;
-      const int lane_maximum = lane < kWarps ? shared.maximum[lane] : kNothing;
-      const bool same = lane_document == document;
-      before = __reduce_max_sync(0xFFFFFFFFu, lane < warp and same ? lane_maximum : kNothing);
-      const bool enters = item.tile > 0 and not shared.begins;
-      joins = enters and document == shared.document[0];
-      if (warp == 0) {
-        std::uint32_t* const words =
-            batch.words[item.tensor] + std::int64_t{item.head} * batch.tiles[item.tensor];
-        const int last_document = shared.document[kWarps - 1];
-        const bool passes = enters and document == last_document;
-        const int last_maximum = __reduce_max_sync(
-            0xFFFFFFFFu, lane_document == last_document ? lane_maximum : kNothing);
-        publish(words + item.tile, passes ? kPartial : kComplete, last_maximum);
-        if (enters) {
-          const int earlier = look_back(words, item.tile);
-          if (passes) publish(words + item.tile, kComplete, max(earlier, last_maximum));
-          if (lane == 0) shared.before = earlier;
-        }
-      }
-    }
-    if constexpr (kBlocks) before = block_maximum<L>(shared, place);
-    __syncthreads();
-    if (joins) before = max(before, shared.before);
-
-      // Exponents of operands, codes, norms.
+  // Exponents of operands, codes, norms. The exponents of the warp's tokens are at least `before`.
+  const auto encode = [&](unsigned i, Work<L>& work, int before) {
+    const Item item = shared.items[i % kItems];
+    const QuantizeArgs& args = batch.tensors[item.tensor];
+    const Rows& place = shared.places[i % kPlaces][warp];
+    const float scale = args.rotate ? L::kRotationNorm : 1.0f;
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
-      int exponent = exponents[pass];
-      if constexpr (kRunning) exponent = stages::running_exponent(max(exponent, before));
-      if constexpr (kBlocks) exponent = before;
+      int exponent = work.exponents[pass];
+      if constexpr (C::kRunning) exponent = stages::running_exponent(max(exponent, before));
+      if constexpr (C::kBlocks) exponent = before;
       const bool token = lane_row(pass) < place.left;
-      exponents[pass] = token ? exponent : stages::kTokenExponentMin;
+      work.exponents[pass] = token ? exponent : stages::kTokenExponentMin;
     }
     const std::int64_t head_slots = item.head * args.out.slots;
     const std::int64_t row = head_slots + item.tile * L::kSlots;
     if (place.document >= 0) {
-      encode_rows<L>(values, exponents, scale, slot, args.out.codes + row * L::kDim,
+      encode_rows<L>(work.values, work.exponents, scale, slot, args.out.codes + row * L::kDim, true,
                      args.out.norms != nullptr or args.transposed != nullptr, shared.codes);
       if (lane % kRowLanes == 0) {
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
           args.out.exponents[row + slot + lane_row(pass)] =
-              static_cast<std::int8_t>(exponents[pass]);
+              static_cast<std::int8_t>(work.exponents[pass]);
         }
       }
       if (args.out.norms != nullptr) {
@@ -305,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
           const int at = slot + lane_row(pass);
-          const int norm = code_norm<L>(shared.codes, at, exponents[pass]);
+          const int norm = code_norm<L>(shared.codes, at, work.exponents[pass]);
           if (lane % kRowLanes == 0) args.out.norms[row + at] = static_cast<std::int8_t>(norm);
         }
       }
@@ -317,7 +348,74 @@ __global__ void __launch_bounds__(kThreads, ctas_of(kScaleGroup))
                           args.transposed + head_slots * L::kDim + item.tile * L::kSlots,
                           args.out.slots, slots);
     }
-    if (not more) return;
+  };
+
+  // The last warp draws items, one more than the rows of which are asked for.
+  const bool draws = threadIdx.x == kThreads - 1;
+  if (draws) {
+    for (unsigned i = 0; i <= kBuffers; ++i) {
+      shared.items[i] = item_of(batch, atomicAdd(batch.ticket, 1u));
+    }
+  }
+  if (lane < kMaxTensors) shared.spans[lane][warp] = {};
+  __syncthreads();
+  for (unsigned i = 0; i < kBuffers; ++i) {
+    if (shared.items[i].tensor >= 0) find(i);
+    fetch(i);
+  }
+
+  // Item i gets its exponents, and its codes unless it has to look back; else the one before it,
+  // `waiting`, does. Returns whether there is more to do.
+  const auto step = [&](unsigned i, Work<L>& work, Work<L>& waiting) {
+    const Item item = shared.items[i % kItems];
+    const Item previous = shared.items[(i - 1) % kItems];
+    const bool present = item.tensor >= 0;
+    const bool looks = C::kRunning and i > 0 and waiting.joins;
+    std::uint32_t word = 0;  // what other CTAs have published, asked for early
+    if (looks) word = peek(words_of(previous), previous.tile - 1);
+    std::uint32_t ticket = 0;
+    if (draws) ticket = atomicAdd(batch.ticket, 1u);
+    if (present) {
+      if (shared.items[(i + kBuffers) % kItems].tensor >= 0) find(i + kBuffers);
+      survey(i, work);
+    }
+    if (draws) shared.items[(i + kBuffers + 1) % kItems] = item_of(batch, ticket);
+    // Behind it lie what the warps found, the item drawn, and codes that have been read.
+    __syncthreads();
+    const int(&documents)[kWarps] = shared.document[i % 2];
+    const int(&maxima)[kWarps] = shared.maximum[i % 2];
+    if constexpr (C::kRunning) {
+      if (present) meet<L>(documents, maxima, item.tile, words_of(item) + item.tile, work);
+      if (i > 0) {
+        int before = waiting.before;
+        if (looks) {
+          std::uint32_t* const words = words_of(previous);
+          const int earlier = look_back(words, previous.tile, word);
+          before = max(before, earlier);
+          if (warp == 0 and waiting.passes) {
+            publish(words + previous.tile, kComplete, max(earlier, waiting.last));
+          }
+        }
+        encode(i - 1, waiting, before);
+      }
+    } else if (present) {
+      int before = kNothing;
+      if constexpr (C::kBlocks) {
+        before = block_maximum<L>(documents, maxima, shared.beyond[i % 2],
+                                  shared.places[i % kPlaces][warp]);
+      }
+      encode(i, work, before);
+    }
+    return present;
+  };
+  if constexpr (C::kRunning) {
+    // Copied, 32 moves a lane: two places by turns would double the code and spill.
+    Work<L> work, waiting;
+    for (unsigned i = 0; step(i, work, waiting); ++i) waiting = work;
+  } else {
+    Work<L> work;
+    for (unsigned i = 0; step(i, work, work); ++i) {
+    }
   }
 }
 
@@ -326,29 +424,37 @@ void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::ui
             cudaStream_t stream) {
   Batch batch;
   batch.ticket = scratch++;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    batch.tensors[i] = tensors[i];
-    batch.aligned[i] = is_aligned(tensors[i].x);
-    batch.tiles[i] = L::tiles(tensors[i].out.slots);
+  const int count = static_cast<int>(tensors.size());
+  std::copy(tensors.begin(), tensors.end(), batch.tensors);
+  std::stable_sort(batch.tensors, batch.tensors + count,
+                   [](const auto& a, const auto& b) { return a.out.slots > b.out.slots; });
+  for (int i = 0; i < count; ++i) {
+    const QuantizeArgs& tensor = batch.tensors[i];
+    batch.aligned[i] = is_aligned(tensor.x);
+    batch.tiles[i] = L::tiles(tensor.out.slots);
+    batch.heads[i] = (i > 0 ? batch.heads[i - 1] : 0) + tensor.out.heads;
     batch.words[i] = scratch;
-    scratch += std::int64_t{tensors[i].out.heads} * batch.tiles[i];
-    batch.items += tensors[i].out.heads * batch.tiles[i];
-    batch.ends[i] = batch.items;
+    scratch += std::int64_t{tensor.out.heads} * batch.tiles[i];
+  }
+  for (int i = count - 1; i >= 0; --i) {
+    batch.begins[i] = batch.items;
+    const int ended = i + 1 < count ? batch.tiles[i + 1] : 0;
+    batch.items += batch.heads[i] * (batch.tiles[i] - ended);
   }
   if (batch.items == 0) return;
-  const int ctas = std::min(batch.items, ctas_of(recipe.scale_group) * multiprocessors());
-  const auto run = [&](auto* kernel) {
-    kernel<<<ctas, kThreads, 0, stream>>>(batch, recipe.exponent_rule);
+  const auto run = [&]<class C>(C) {
+    const int ctas = std::min(batch.items, C::kCtas * multiprocessors());
+    quantize_kernel<L, C><<<ctas, kThreads, 0, stream>>>(batch, recipe.exponent_rule);
   };
   switch (recipe.scale_group) {
     case ScaleGroup::kRunning:
-      run(quantize_kernel<L, ScaleGroup::kRunning>);
+      run(Config<ScaleGroup::kRunning>{});
       break;
     case ScaleGroup::kToken:
-      run(quantize_kernel<L, ScaleGroup::kToken>);
+      run(Config<ScaleGroup::kToken>{});
       break;
     case ScaleGroup::kBlock32:
-      run(quantize_kernel<L, ScaleGroup::kBlock32>);
+      run(Config<ScaleGroup::kBlock32>{});
       break;
     case ScaleGroup::kNone:
     case ScaleGroup::kTensor:

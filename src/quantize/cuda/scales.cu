@@ -8,6 +8,8 @@ namespace {
 
 using stages::Exponent;
 
+constexpr int kChunkWarps = 8;
+
 __device__ __forceinline__ std::int32_t value_of(Exponent e) { return e.nan ? kNanScale : e.value; }
 
 /// Maximum over the lanes, NaN kept.
@@ -16,31 +18,39 @@ __device__ __forceinline__ std::int32_t reduce(std::int32_t value) {
   return __reduce_max_sync(0xFFFFFFFFu, value);
 }
 
-/// Maxima over the tokens of each query tile. One warp for each 16 slots; those at the start of a
-/// tile work.
-__global__ void tile_maxima_kernel(const ScalesArgs args) {
-  const int head = blockIdx.y;
+/// Maxima over the tokens of a query tile. One warp.
+__device__ __forceinline__ void find_maxima(const ScalesArgs& args, int head, int first_slot,
+                                            int tokens) {
   const int lane = threadIdx.x % 32;
-  const int first_slot =
-      static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kGroup;
-  if (first_slot >= args.slots) return;
-  const Rows tile = rows_of(find_span(args.cu_seqlens, args.num_documents, first_slot), first_slot);
-  if (tile.first % stages::kQueryTile != 0 or tile.left <= 0) return;
-  const int rows = min(stages::kQueryTile, tile.left);
   const std::int64_t slot = head * args.slots + first_slot;
-
+  // Four tokens a lane; documents start at multiples of 16 slots.
+  constexpr int kLaneTokens = stages::kQueryTile / 32;
+  static_assert(kLaneTokens == sizeof(std::uint32_t));
+  const int rows = min(stages::kQueryTile, tokens) - kLaneTokens * lane;
   std::int32_t a = kNoScale, b = kNoScale, c = kNoScale;
   bool live = false;
-  for (int i = lane; i < rows; i += 32) {
-    const Exponent eq = Exponent::stored(args.q_exponents[slot + i]);
-    const Exponent eg = Exponent::stored(args.g_exponents[slot + i]);
-    const Exponent ng = Exponent::stored(args.g_norms[slot + i]);
-    const Exponent no = Exponent::stored(args.output_norms[slot + i]);
-    b = max(b, value_of(ng + eq));
-    c = max(c, value_of(eg));
-    // Tokens with O = 0 have no bound from O.
-    if (no.nan or no.value != stages::kNormExponentMin) a = max(a, value_of(ng + eq + no));
-    live = live or args.live[slot + i] != 0 or eg.nan;
+  if (rows > 0) {
+    const auto load = [&](const void* table) {
+      return __ldg(reinterpret_cast<const std::uint32_t*>(static_cast<const char*>(table) + slot) +
+                   lane);
+    };
+    const std::uint32_t eqs = load(args.q_exponents), egs = load(args.g_exponents);
+    const std::uint32_t ngs = load(args.g_norms), nos = load(args.output_norms);
+    const std::uint32_t lives = load(args.live);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      if (i >= rows) continue;
+      const auto byte = [&](std::uint32_t word) { return static_cast<std::int8_t>(word >> 8 * i); };
+      const Exponent eq = Exponent::stored(byte(eqs));
+      const Exponent eg = Exponent::stored(byte(egs));
+      const Exponent ng = Exponent::stored(byte(ngs));
+      const Exponent no = Exponent::stored(byte(nos));
+      b = max(b, value_of(ng + eq));
+      c = max(c, value_of(eg));
+      // Tokens with O = 0 have no bound from O.
+      if (no.nan or no.value != stages::kNormExponentMin) a = max(a, value_of(ng + eq + no));
+      live = live or byte(lives) != 0 or eg.nan;
+    }
   }
   a = reduce(a);
   b = reduce(b);
@@ -51,16 +61,33 @@ __global__ void tile_maxima_kernel(const ScalesArgs args) {
   }
 }
 
+/// Maxima over the tokens of each query tile. A warp for the tiles that start in as many slots as a
+/// tile has: one, unless documents are short.
+__global__ void tile_maxima_kernel(const ScalesArgs args) {
+  const int warp = static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+  const int end = min((warp + 1) * stages::kQueryTile, static_cast<int>(args.slots));
+  Span span{};
+  for (int slot = warp * stages::kQueryTile; slot < end;) {
+    if (not holds(span, slot)) span = find_span(args.cu_seqlens, args.num_documents, slot);
+    const int tiles = (slot - span.start + stages::kQueryTile - 1) / stages::kQueryTile;
+    const int first = span.start + tiles * stages::kQueryTile;  // of the next tile
+    const int tokens = rows_of(span, first).left;
+    if (first < end and tokens > 0) find_maxima(args, blockIdx.y, first, tokens);
+    slot = min(first + stages::kQueryTile, span.end);
+  }
+}
+
 /// Spread of a maximum over the live tiles of a chunk.
 __device__ __forceinline__ std::int32_t spread(std::int32_t value, bool live, std::int32_t most) {
   return most - __reduce_min_sync(0xFFFFFFFFu, live ? value : kNanScale);
 }
 
-/// Turns maxima of tiles into the scales in force there. One warp for a document and head; a chunk
-/// has at most 16 tiles.
-__global__ void tile_scales_kernel(const ScalesArgs args) {
-  const int document = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (document >= args.num_documents) return;
+/// Turns maxima of tiles into the scales in force there. One CTA for a document and head, a warp
+/// for a chunk of those in turn, which has at most 16 tiles.
+__global__ void __launch_bounds__(32 * kChunkWarps) tile_scales_kernel(const ScalesArgs args) {
+  __shared__ TileScales last[kChunkWarps];  // those of the last tile with gradients, if `live`
+  const int document = blockIdx.x;
+  const int warp = threadIdx.x / 32;
   const int head = blockIdx.y;
   const int lane = threadIdx.x % 32;
   const int begin = args.cu_seqlens[document];
@@ -77,12 +104,13 @@ __global__ void tile_scales_kernel(const ScalesArgs args) {
     const TileScales* const entry = entry_of(chunk);
     return entry != nullptr ? *entry : TileScales{kNoScale, kNoScale, kNoScale, 0};
   };
-  TileScales carried{0, 0, 0, 0};
-  TileScales ahead = maxima_of(0);
-  for (int chunk = 0; stages::chunk_begin(chunk) < length; ++chunk) {
+  TileScales carried{0, 0, 0, 0};  // into the first of the chunks in turn
+  TileScales ahead = maxima_of(warp);
+  for (int first_chunk = 0; stages::chunk_begin(first_chunk) < length; first_chunk += kChunkWarps) {
+    const int chunk = first_chunk + warp;
     TileScales* const entry = entry_of(chunk);
     TileScales own = ahead;
-    ahead = maxima_of(chunk + 1);
+    ahead = maxima_of(chunk + kChunkWarps);
     const bool live = own.live != 0;
     const std::int32_t a = reduce(live ? own.a : kNoScale);
     const std::int32_t b = reduce(live ? own.b : kNoScale);
@@ -99,26 +127,30 @@ __global__ void tile_scales_kernel(const ScalesArgs args) {
     force.a = __shfl_sync(0xFFFFFFFFu, own.a, source);
     force.b = __shfl_sync(0xFFFFFFFFu, own.b, source);
     force.c = __shfl_sync(0xFFFFFFFFu, own.c, source);
-    if (below == 0) force = carried;
+    if (lane == 31) last[warp] = {force.a, force.b, force.c, lives != 0 ? 1 : 0};
+    __syncthreads();
+    TileScales before = carried;  // into this chunk
+#pragma unroll
+    for (int w = 0; w < kChunkWarps; ++w) {
+      if (w == warp) before = carried;
+      if (last[w].live != 0) carried = last[w];
+    }
+    if (below == 0) force = before;
     if (entry != nullptr) *entry = {force.a, force.b, force.c, live ? 1 : 0};
-    carried.a = __shfl_sync(0xFFFFFFFFu, force.a, 31);
-    carried.b = __shfl_sync(0xFFFFFFFFu, force.b, 31);
-    carried.c = __shfl_sync(0xFFFFFFFFu, force.c, 31);
+    __syncthreads();  // `last` has been read
   }
 }
 
 }  // namespace
 
 void make_tile_scales(const ScalesArgs& args, cudaStream_t stream) {
-  constexpr int kWarps = 8;
-  const int groups = static_cast<int>(args.slots / kGroup);
-  if (groups == 0) return;
-  tile_maxima_kernel<<<dim3((groups + kWarps - 1) / kWarps, args.heads), 32 * kWarps, 0, stream>>>(
+  constexpr int kWarps = 4;
+  const int tiles = static_cast<int>((args.slots + stages::kQueryTile - 1) / stages::kQueryTile);
+  if (tiles == 0) return;
+  tile_maxima_kernel<<<dim3((tiles + kWarps - 1) / kWarps, args.heads), 32 * kWarps, 0, stream>>>(
       args);
   MXATTN_CUDA_CHECK(cudaGetLastError());
-  constexpr int kDocuments = 4;
-  tile_scales_kernel<<<dim3((args.num_documents + kDocuments - 1) / kDocuments, args.heads),
-                       32 * kDocuments, 0, stream>>>(args);
+  tile_scales_kernel<<<dim3(args.num_documents, args.heads), 32 * kChunkWarps, 0, stream>>>(args);
   MXATTN_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -158,15 +158,37 @@ __device__ __forceinline__ void fetch_rows(const Bf16View& x, bool aligned, int 
   }
 }
 
-/// The rows that a thread waits for, in shared memory, each read by the thread that fetched it.
+/// Rows that a warp waits for, in shared memory. 16-byte units are permuted so that neither
+/// fetching units q, q + 4, ... (q the lane's place in its row) nor reading as many consecutive
+/// ones from q times that number on makes banks collide.
 template <class L>
 struct RowBuffer {
-  uint4 units[L::kPasses * L::kUnits][kThreads];
+  static constexpr unsigned kPassBytes = kRowsAtOnce * L::kDim * 2;
+  alignas(128) std::uint8_t bytes[kWarps * L::kPasses * kPassBytes];
 
   __device__ __forceinline__ void fetch(const Bf16View& x, bool aligned, int head,
                                         const Rows& rows) {
-    fetch_rows<L>(x, aligned, head, rows,
-                  [&](int pass, int u) { return &units[pass * L::kUnits + u][threadIdx.x]; });
+    fetch_rows<L>(x, aligned, head, rows, [&](int pass, int u) { return strided(pass, u); });
+  }
+  /// Unit q + 4 u: one that the lane fetches itself.
+  __device__ __forceinline__ uint4* strided(unsigned pass, unsigned u) {
+    return at((place(threadIdx.x % kRowLanes) ^ u * 16) + u * 128 + pass * kPassBytes);
+  }
+  /// Unit u of those from the lane's first on if each has consecutive ones.
+  __device__ __forceinline__ uint4* consecutive(unsigned pass, unsigned u) {
+    return at((place(threadIdx.x % kRowLanes * L::kUnits) ^ u * 16) + pass * kPassBytes);
+  }
+
+ private:
+  /// Two rows take lines of 128 bytes, each with four units of either.
+  __device__ __forceinline__ static unsigned place(unsigned unit) {
+    const unsigned row = threadIdx.x % 32 / kRowLanes;
+    const unsigned line = row / 2 * L::kUnits + unit / kRowLanes;
+    return threadIdx.x / 32 * (L::kPasses * kPassBytes) + line * 128 +
+           (row % 2 * kRowLanes | (unit % kRowLanes ^ unit / kRowLanes)) * 16;
+  }
+  __device__ __forceinline__ uint4* at(unsigned offset) {
+    return reinterpret_cast<uint4*>(bytes + offset);
   }
 };
 
@@ -183,16 +205,24 @@ __device__ __forceinline__ void unpack(const uint4& unit, float* values) {
   }
 }
 
-/// What RowBuffer::fetch() brought; waits for it.
+/// Waits for what the lane fetched. kLater groups of copies asked for after it may stay on their
+/// way.
+template <unsigned kLater = 0>
+__device__ __forceinline__ void wait_for_rows() {
+  if constexpr (kLater == 0) {
+    ptx::copy_async_wait_all();
+  } else {
+    ptx::copy_async_wait_group<kLater>();
+  }
+}
+
+/// What RowBuffer::fetch() brought.
 template <class L>
-__device__ __forceinline__ void take_rows(const RowBuffer<L>& buffer, LaneRows<L>& values) {
-  ptx::copy_async_wait_all();
+__device__ __forceinline__ void take_rows(RowBuffer<L>& buffer, LaneRows<L>& values) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
 #pragma unroll
-    for (int u = 0; u < L::kUnits; ++u) {
-      unpack(buffer.units[pass * L::kUnits + u][threadIdx.x], values[pass] + 8 * u);
-    }
+    for (int u = 0; u < L::kUnits; ++u) unpack(*buffer.strided(pass, u), values[pass] + 8 * u);
   }
 }
 
@@ -215,37 +245,101 @@ __device__ __forceinline__ void load_rows(const Bf16View& x, bool aligned, int h
   }
 }
 
-/// Walsh-Hadamard butterflies of strides 1, 2, ..., d / 2, without the factor 1 / sqrt(d).
-template <class L>
-__device__ __forceinline__ void rotate(LaneRows<L>& values) {
-  const auto inside = [&](float(&x)[L::kLaneChannels], int stride) {
+// ---- rotation ---------------------------------------------------------------------------------
+//
+// Walsh-Hadamard butterflies of strides 1, 2, ..., d / 2, without the factor 1 / sqrt(d).
+
+/// Between values `stride` apart in the lane.
+template <int kCount>
+__device__ __forceinline__ void butterflies_inside(float (&x)[kCount], int stride) {
 #pragma unroll
-    for (int c = 0; c < L::kLaneChannels; ++c) {
-      if ((c & stride) != 0) continue;
-      const float low = x[c], high = x[c + stride];
-      x[c] = add_rn(low, high);
-      x[c + stride] = add_rn(low, -high);
-    }
-  };
-#pragma unroll
-  for (int pass = 0; pass < L::kPasses; ++pass) {
-    float(&x)[L::kLaneChannels] = values[pass];
-    // Channel bits 0 to 2 count inside a unit, 3 and 4 lanes, the others a lane's units.
-#pragma unroll
-    for (int stride = 1; stride < 8; stride *= 2) inside(x, stride);
-#pragma unroll
-    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
-      const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-      for (int c = 0; c < L::kLaneChannels; ++c) {
-        // The product is exact: one rounding.
-        x[c] = fma_rn(x[c], sign, __shfl_xor_sync(0xFFFFFFFFu, x[c], lanes));
-      }
-    }
-#pragma unroll
-    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) inside(x, stride);
+  for (int c = 0; c < kCount; ++c) {
+    if ((c & stride) != 0) continue;
+    const float low = x[c], high = x[c + stride];
+    x[c] = add_rn(low, high);
+    x[c + stride] = add_rn(low, -high);
   }
 }
+
+/// Between the same values of lanes `lanes` apart.
+template <int kCount>
+__device__ __forceinline__ void butterflies_across(float (&x)[kCount], int lanes) {
+  const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) {
+    // The product is exact: one rounding.
+    x[c] = fma_rn(x[c], sign, __shfl_xor_sync(0xFFFFFFFFu, x[c], lanes));
+  }
+}
+
+/// Rotates what a warp holds. Channel bits 0 to 2 count inside a unit, 3 and 4 lanes, the others a
+/// lane's units.
+template <class L>
+__device__ __forceinline__ void rotate(LaneRows<L>& values) {
+#pragma unroll
+  for (float(&x)[L::kLaneChannels] : values) {
+#pragma unroll
+    for (int stride = 1; stride < 8; stride *= 2) butterflies_inside(x, stride);
+#pragma unroll
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) butterflies_across(x, lanes);
+#pragma unroll
+    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) butterflies_inside(x, stride);
+  }
+}
+
+/// What RowBuffer::fetch() brought, rotated: the same values with fewer instructions. A lane takes
+/// consecutive units, so that more strides lie inside it, and the place of the rows serves to give
+/// it those which take_rows() would, half of each unit at a time. The warp calls it together and
+/// may fetch to that place afterwards.
+template <class L>
+__device__ __forceinline__ void take_rotated_rows(RowBuffer<L>& buffer, LaneRows<L>& values) {
+  __syncwarp();  // what the other lanes fetched is there
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+#pragma unroll
+    for (int u = 0; u < L::kUnits; ++u) unpack(*buffer.consecutive(pass, u), values[pass] + 8 * u);
+#pragma unroll
+    for (int stride = 1; stride < L::kLaneChannels; stride *= 2) {
+      butterflies_inside(values[pass], stride);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 8; half += 4) {
+    __syncwarp();  // what was there has been read
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) {
+        const float* const x = values[pass] + 8 * u + half;
+        *buffer.consecutive(pass, u) = {__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                        __float_as_uint(x[2]), __float_as_uint(x[3])};
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) {
+        const uint4 unit = *buffer.strided(pass, u);
+        float* const x = values[pass] + 8 * u + half;
+        x[0] = __uint_as_float(unit.x);
+        x[1] = __uint_as_float(unit.y);
+        x[2] = __uint_as_float(unit.z);
+        x[3] = __uint_as_float(unit.w);
+      }
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (float(&x)[L::kLaneChannels] : values) {
+#pragma unroll
+    for (int lanes = L::kUnits; lanes < kRowLanes; lanes *= 2) butterflies_across(x, lanes);
+#pragma unroll
+    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) butterflies_inside(x, stride);
+  }
+}
+
+// ---- exponents --------------------------------------------------------------------------------
 
 /// Exponents of the rows of values times `scale`; lanes of a row agree. Rounding is monotone, so
 /// the largest magnitude alone is multiplied.
@@ -254,11 +348,13 @@ __device__ __forceinline__ void token_exponents(ExponentRule rule, const LaneRow
                                                 float scale, int (&exponents)[L::kPasses]) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
-    float largest = 0;
+    float even = 0, odd = 0;  // two chains
 #pragma unroll
-    for (int c = 0; c < L::kLaneChannels; ++c) {
-      largest = ptx::max_magnitude(largest, values[pass][c]);
+    for (int c = 0; c < L::kLaneChannels; c += 2) {
+      even = ptx::max_magnitude(even, values[pass][c]);
+      odd = ptx::max_magnitude(odd, values[pass][c + 1]);
     }
+    float largest = ptx::max_magnitude(even, odd);
 #pragma unroll
     for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
       largest = ptx::max_magnitude(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
@@ -269,33 +365,42 @@ __device__ __forceinline__ void token_exponents(ExponentRule rule, const LaneRow
 
 // ---- codes ------------------------------------------------------------------------------------
 
-/// Codes of a tile in shared memory: (slot, channel), 16-byte units permuted inside 128 bytes so
-/// that lanes writing rows, reading rows and reading channels down the slots spread over the banks.
-template <class L>
+/// Codes of consecutive tiles in shared memory: (slot, channel), 16-byte units permuted inside 128
+/// bytes so that lanes writing rows, reading rows and reading channels down the slots spread over
+/// the banks.
+template <class L, int kTiles = 1>
 struct CodeTile {
-  alignas(128) std::uint8_t bytes[L::kSlots * L::kDim];
+  static_assert(kTiles <= 2);
+  alignas(128) std::uint8_t bytes[kTiles * L::kSlots * L::kDim];
 
-  __device__ __forceinline__ std::uint8_t* at(int slot, int channel) {
-    constexpr int kLineRows = 128 / L::kDim;
-    const int permutation = ((slot % 4 / kLineRows ^ slot / kGroup % 4) << 1) | (slot / 4 % 2);
-    return bytes + ((slot * L::kDim + channel) ^ (permutation * 16));
+  /// Every bit of it is a sum, modulo 2, of bits of slot and channel: offsets of parts without a
+  /// common bit combine by exclusive or.
+  __device__ __forceinline__ static constexpr unsigned offset(unsigned slot, unsigned channel) {
+    constexpr unsigned kLineRows = 128 / L::kDim;
+    const unsigned permutation =
+        (slot % 4 / kLineRows ^ slot / kGroup % 4) << 1 | (slot / 4 ^ slot / (4 * kGroup)) % 2;
+    return slot * L::kDim ^ channel ^ permutation * 16;
+  }
+  template <class T>
+  __device__ __forceinline__ T& at(unsigned offset) {
+    return *reinterpret_cast<T*>(bytes + offset);
   }
 };
 
 /// Codes of values times scale 2^-exponent, for the rows from `slot` of the tile: to the tile if
-/// `keep`, and to `codes`, the tile's first row in global memory, unless null. Codes of a NaN
+/// `keep`, and to `codes`, the tile's first row in global memory, if `store`. Codes of a NaN
 /// exponent are 0. `scale` is applied together with the power of two: a product that differs from
 /// that of two roundings lies below 2^-30, where every code is 0.
 template <class L>
 __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
                                             const int (&exponents)[L::kPasses], float scale,
-                                            int slot, std::uint8_t* codes, bool keep,
+                                            int slot, std::uint8_t* codes, bool store, bool keep,
                                             CodeTile<L>& tile) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     const bool nan = exponents[pass] == stages::kNanExponent;
     const float factor = mul_rn(scale, pow2(-exponents[pass]));
-    const int row = slot + lane_row(pass);
+    uint2 units[L::kUnits];
 #pragma unroll
     for (int u = 0; u < L::kUnits; ++u) {
       std::uint32_t words[2];
@@ -306,37 +411,50 @@ __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
                                   mul_rn(x[3], factor));
         if (nan) words[w] = 0;
       }
-      const uint2 packed{words[0], words[1]};
-      const int channel = first_channel<L>(u);
-      if (codes != nullptr) *reinterpret_cast<uint2*>(codes + row * L::kDim + channel) = packed;
-      if (keep) *reinterpret_cast<uint2*>(tile.at(row, channel)) = packed;
+      units[u] = {words[0], words[1]};
+    }
+    const int row = slot + lane_row(pass);
+    const int channel = first_channel<L>(0);
+    if (store) {
+      uint2* const to = reinterpret_cast<uint2*>(codes + (row * L::kDim + channel));
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) to[u * kRowLanes] = units[u];
+    }
+    if (keep) {
+      const unsigned first = tile.offset(row, channel);
+#pragma unroll
+      for (int u = 0; u < L::kUnits; ++u) {
+        tile.template at<uint2>(first ^ tile.offset(0, 8 * kRowLanes * u)) = units[u];
+      }
     }
   }
 }
 
-/// Transposes the tile: (channel, slot), each 16 slots in the order pi of tile/swizzle.h.
-/// `transposed` is the first channel's row at the tile's first slot. Slots from `slots` on are not
-/// there. A thread moves 4 channels of 8 positions.
-template <class L>
-__device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t* transposed,
-                                                 std::int64_t stride, int slots) {
-  constexpr int kPositions = 8;
-  constexpr int kBlocks = L::kSlots / kPositions / 8;  // of 8 lanes, side by side in a channel
-  static_assert(kThreads == L::kSlots / kPositions * L::kDim / 4);
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int first = kPositions * (lane % 8 + 8 * (warp % kBlocks));
-  const int channel = 4 * (lane / 8 + 4 * (warp / kBlocks));
-  if (first >= slots) return;
-  std::uint32_t rows[4][2];  // [channel][four positions]
+/// Transposes tiles: (channel, slot), each 16 slots in the order pi of tile/swizzle.h.
+/// `transposed` is the first channel's row at the first slot. Slots from `slots` on are not there.
+/// A thread moves 4 channels of 8 positions a tile.
+template <class L, int kTiles>
+__device__ __forceinline__ void store_transposed(CodeTile<L, kTiles>& tile,
+                                                 std::uint8_t* transposed, std::int64_t stride,
+                                                 int slots) {
+  constexpr int kPositions = 8 * kTiles;
+  constexpr int kBlocks = L::kSlots / 64;  // of 8 lanes, side by side in a channel
+  static_assert(kThreads == L::kSlots / 8 * L::kDim / 4);
+  const unsigned warp = threadIdx.x / 32;
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned first = kPositions * (lane % 8 + 8 * (warp % kBlocks));
+  const unsigned channel = 4 * (lane / 8 + 4 * (warp / kBlocks));
+  if (static_cast<int>(first) >= slots) return;
+  // pi(8 + p) = pi(p) + 4
+  const unsigned from = tile.offset(first / kGroup * kGroup | first % kGroup / 2, channel);
+  std::uint32_t rows[4][kPositions / 4];  // [channel][four positions]
 #pragma unroll
-  for (int q = 0; q < 2; ++q) {
+  for (int q = 0; q < kPositions / 4; ++q) {
     std::uint32_t w[4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      // pi(8 + p) = pi(p) + 4
-      const int slot = first / kGroup * kGroup + tile::pi_order(4 * q + b) + first % kGroup / 2;
-      w[b] = *reinterpret_cast<const std::uint32_t*>(tile.at(slot, channel));
+      const auto slot = static_cast<unsigned>(tile::pi_order(4 * q + b));
+      w[b] = tile.template at<std::uint32_t>(from ^ tile.offset(slot, 0));
     }
     const std::uint32_t low01 = ptx::permute_bytes(w[0], w[1], 0x5140);
     const std::uint32_t low23 = ptx::permute_bytes(w[2], w[3], 0x5140);
@@ -347,10 +465,14 @@ __device__ __forceinline__ void store_transposed(CodeTile<L>& tile, std::uint8_t
     rows[2][q] = ptx::permute_bytes(high01, high23, 0x5410);
     rows[3][q] = ptx::permute_bytes(high01, high23, 0x7632);
   }
+  std::uint8_t* to = transposed + (channel * stride + first);
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    *reinterpret_cast<uint2*>(transposed + (channel + c) * stride + first) = {rows[c][0],
-                                                                              rows[c][1]};
+  for (int c = 0; c < 4; ++c, to += stride) {
+    if constexpr (kTiles == 1) {
+      *reinterpret_cast<uint2*>(to) = {rows[c][0], rows[c][1]};
+    } else {
+      *reinterpret_cast<uint4*>(to) = {rows[c][0], rows[c][1], rows[c][2], rows[c][3]};
+    }
   }
 }
 
@@ -382,10 +504,11 @@ __device__ __forceinline__ void chain_codes(const uint4& codes, float (&values)[
 template <class L>
 __device__ __forceinline__ int code_norm(CodeTile<L>& tile, int slot, int exponent) {
   Chain squares;
+  const unsigned first = tile.offset(slot, 0);
 #pragma unroll
   for (int c = 0; c < L::kDim; c += 16) {
     float values[4];
-    chain_codes(*reinterpret_cast<const uint4*>(tile.at(slot, c)), values);
+    chain_codes(tile.template at<uint4>(first ^ tile.offset(0, c)), values);
 #pragma unroll
     for (const float v : values) squares.add(v, v);
   }
