@@ -13,10 +13,11 @@
 
 namespace mxattn::kernels::sm90 {
 
-/// Whether the kernel computes the forward of a recipe. Scale groups are tables of exponents to it:
-/// tiles whose exponents agree take the fast steps, whatever the table.
+/// Whether the kernel computes the forward of a recipe; controls stay on the CPU. Scale groups are
+/// tables of exponents to it: tiles whose exponents agree take the fast steps, whatever the table.
 constexpr bool forward_runs(const Recipe& recipe) {
-  return recipe.operand == Element::kE4m3 and recipe.probability == Element::kE4m3 and
+  return not recipe.control and recipe.operand == Element::kE4m3 and
+         recipe.probability == Element::kE4m3 and
          (recipe.scale_group == ScaleGroup::kRunning or recipe.scale_group == ScaleGroup::kToken or
           recipe.scale_group == ScaleGroup::kBlock32) and
          recipe.row_reference == RowReference::kMax and recipe.row_sum == RowSum::kCodes and
