@@ -245,9 +245,17 @@ TEST(Api, StateLayoutFollowsTotalsAlone) {
   EXPECT_EQ(names,
             (std::vector<std::string>{"q_codes", "q_exponents", "k_codes", "k_exponents", "v_codes",
                                       "v_exponents", "v_norms", "row_reference", "row_sum"}));
-  // Slots: totals plus 16 a document, rounded up to 16.
-  EXPECT_EQ(layout[0].shape[1], 96);
-  EXPECT_EQ(layout[2].shape[1], 112);
+  // Slots: totals plus 16 a document, rounded up to 128.
+  const auto slots = [](std::int64_t total_q, std::int64_t total_k) {
+    Config config = Case::default_config();
+    config.total_q = total_q;
+    config.total_k = total_k;
+    config.num_documents = 3;
+    const auto buffers = Problem(config).state_layout();
+    return std::pair{buffers[0].shape[1], buffers[2].shape[1]};
+  };
+  EXPECT_EQ(slots(80, 81), (std::pair<std::int64_t, std::int64_t>{128, 256}));
+  EXPECT_EQ(slots(0, 1000), (std::pair<std::int64_t, std::int64_t>{128, 1152}));
   for (const auto& info : layout) {
     std::uint64_t bytes = info.dtype == MXATTN_I32 or info.dtype == MXATTN_F32 ? 4 : 1;
     for (int i = 0; i < info.rank; ++i) bytes *= static_cast<std::uint64_t>(info.shape[i]);
