@@ -179,7 +179,7 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
     build(device, call, Pass::kForward, list, workspace.list_scratch);
   }
 
-  const ForwardInstance& instance = *find_forward(problem.recipe, problem.dim);
+  const ForwardInstance& instance = forward_of(problem);
   instance.launch(forward_params(device, call, args, workspace, list), device.multiprocessors,
                   stream);
 
@@ -256,7 +256,7 @@ void backward(const DeviceProblem& device, const DeviceCall& call, const Backwar
     build(device, call, Pass::kDkv, dkv_list, workspace.list_scratch);
     build(device, call, Pass::kDq, dq_list, workspace.list_scratch);
   }
-  const BackwardInstance& instance = *find_backward(device.problem.recipe, device.problem.dim);
+  const BackwardInstance& instance = backward_of(device.problem);
   instance.launch_dkv(dkv_params(device, call, args, workspace, dkv_list), device.multiprocessors,
                       stream);
   instance.launch_dq(dq_params(device, call, args, workspace, dq_list), device.multiprocessors,

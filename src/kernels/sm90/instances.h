@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "base/error.h"
+#include "kernels/kernel.h"
 #include "kernels/sm90/launch.h"
 #include "recipe/recipe.h"
 
@@ -30,6 +32,13 @@ inline const ForwardInstance* find_forward(const Recipe& recipe, int dim) {
     if (instance->dim == dim) return instance;
   }
   return nullptr;
+}
+
+/// That of a problem which supports() has let pass.
+inline const ForwardInstance& forward_of(const Problem& problem) {
+  const ForwardInstance* const instance = find_forward(problem.recipe, problem.dim);
+  MXATTN_CHECK(instance != nullptr, "no forward at head_dim = ", problem.dim);
+  return *instance;
 }
 
 /// Both passes of a backward. Items are 128 keys and 128 queries.
@@ -68,6 +77,12 @@ inline const BackwardInstance* find_backward(const Recipe& recipe, int dim) {
     }
   }
   return nullptr;
+}
+
+inline const BackwardInstance& backward_of(const Problem& problem) {
+  const BackwardInstance* const instance = find_backward(problem.recipe, problem.dim);
+  MXATTN_CHECK(instance != nullptr, "no backward at head_dim = ", problem.dim);
+  return *instance;
 }
 
 }  // namespace mxattn::kernels::sm90

@@ -78,7 +78,7 @@ ForwardParams forward_params(const DeviceProblem& device, const DeviceCall& call
   const State& state = args.state;
   ForwardParams params;
   fill_pass(device, call, state, list, workspace.next_item, params);
-  params.q = rows_map(state.q, find_forward(device.problem.recipe, device.problem.dim)->rows);
+  params.q = rows_map(state.q, forward_of(device.problem).rows);
   params.k = rows_map(state.k, stages::kKeyTile);
   params.v = columns_map(state.v, workspace.v_transposed, stages::kKeyTile);
   params.out = args.out;

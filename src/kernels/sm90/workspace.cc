@@ -33,9 +33,8 @@ plan::cuda::BuildSpec list_spec(const DeviceProblem& problem, plan::Pass pass) {
   build.spec.pass = pass;
   build.spec.heads_q = problem.problem.heads_q;
   build.spec.heads_k = problem.problem.heads_k;
-  build.spec.tile = pass == plan::Pass::kForward
-                        ? find_forward(problem.problem.recipe, problem.problem.dim)->rows
-                        : stages::kQueryTile;
+  build.spec.tile =
+      pass == plan::Pass::kForward ? forward_of(problem.problem).rows : stages::kQueryTile;
   build.spec.heads_per_group =
       plan::heads_per_group_for_l2(build.spec, bytes_per_key_head(problem, pass), kL2Bytes);
   build.mask = problem.problem.mask;

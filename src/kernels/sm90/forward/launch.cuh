@@ -1,22 +1,16 @@
 // Definition of launch_forward, for the files of instances/.
 #pragma once
 
-#include "base/cuda_check.h"
 #include "kernels/sm90/forward/kernel.cuh"
 #include "kernels/sm90/launch.h"
+#include "kernels/sm90/launch_persistent.cuh"
 
 namespace mxattn::kernels::sm90 {
 
 template <class Config>
 void launch_forward(const ForwardParams& params, int num_ctas, cudaStream_t stream) {
-  const auto kernel = forward::forward_kernel<Config>;
-  constexpr int kShared = sizeof(forward::SharedStorage<Config>);
-  static_assert(kShared <= 232448, "a CTA has 227 KB of shared memory");
-  MXATTN_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-  MXATTN_CUDA_CHECK(cudaMemsetAsync(params.next_item, 0, sizeof(int), stream));
-  kernel<<<num_ctas, Config::kThreads, kShared, stream>>>(params);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+  launch_persistent<Config, forward::SharedStorage<Config>>(forward::forward_kernel<Config>, params,
+                                                            num_ctas, stream);
 }
 
 }  // namespace mxattn::kernels::sm90
