@@ -23,7 +23,7 @@ import numpy as np
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float8_e4m3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
+OK, INVALID_ARGUMENT, UNSUPPORTED, INTERNAL = 0, 1, 2, 5
 CPU, CUDA = 0, 1
 DTYPES = {1: bfloat16, 2: np.dtype(np.float32), 3: float8_e4m3, 4: np.dtype(np.int8),
           5: np.dtype(np.int32)}  # fmt: skip
@@ -145,19 +145,24 @@ class RecipeInfo(c.Structure):
 
 
 class MxattnError(Exception):
-    """A call that failed: .status and the library's message."""
+    """A call that failed: the library's message, and .status.
 
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
+    Made of the message alone: so copies, pickles and hosts that add text make an error again.
+    """
+
+    status = INTERNAL
 
 
 class InvalidArgument(MxattnError, ValueError):
     """An argument is wrong; the message names it, its value and what was expected."""
 
+    status = INVALID_ARGUMENT
+
 
 class Unsupported(MxattnError, NotImplementedError):
     """The arguments are legal, but no backend of this build and machine can run them."""
+
+    status = UNSUPPORTED
 
 
 _ERRORS = {INVALID_ARGUMENT: InvalidArgument, UNSUPPORTED: Unsupported}
@@ -165,7 +170,12 @@ _ERRORS = {INVALID_ARGUMENT: InvalidArgument, UNSUPPORTED: Unsupported}
 
 def invalid(argument: str, value, expectation: str) -> InvalidArgument:
     """The error of a check on this side of the ABI, in the library's own words."""
-    return InvalidArgument(INVALID_ARGUMENT, f"{argument} = {value}: expected {expectation}")
+    return InvalidArgument(f"{argument} = {value}: expected {expectation}")
+
+
+def unsupported(argument: str, value, expectation: str) -> Unsupported:
+    """The same for what is legal and not here."""
+    return Unsupported(f"{argument} = {value}: expected {expectation}")
 
 
 def library_path() -> Path:
@@ -205,7 +215,9 @@ lib = _load()
 
 def check(status: int) -> None:
     if status != OK:
-        raise _ERRORS.get(status, MxattnError)(status, lib.mxattn_last_error().decode())
+        error = _ERRORS.get(status, MxattnError)(lib.mxattn_last_error().decode())
+        error.status = status
+        raise error
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from mxattn import capi
-from mxattn.capi import UNSUPPORTED, Plan, Problem, Unsupported, invalid
+from mxattn.capi import Plan, Problem, invalid, unsupported
 from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _options
 
 _library = torch.library.Library("mxattn", "DEF")
@@ -193,7 +193,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise Unsupported(UNSUPPORTED, "create_graph = True: expected gradients of first order")
+        raise unsupported("create_graph", True, "gradients of first order")
 
 
 def _with_autograd(name: str, function):
@@ -218,7 +218,7 @@ _gradients = _with_autograd("backward", _Gradient)
 
 
 def _no_vmap(info, in_dims, *_):
-    raise Unsupported(UNSUPPORTED, "vmap = a batch: expected tensors; pack documents or use attn")
+    raise unsupported("vmap", "a batch", "tensors; pack documents or use attn")
 
 
 for _name in ("forward", "backward"):

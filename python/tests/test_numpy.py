@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import hypothesis_profile  # noqa: F401
 import mxattn
 import numpy as np
@@ -236,3 +239,12 @@ def test_merging_with_nothing():
     assert (got[1] == 0).all() and np.isneginf(got_lse[0, 1])
     with pytest.raises(mxattn.InvalidArgument, match=r"lse_b\.shape"):
         mxattn.merge_lse(out, lse, out, lse[:, :1])
+
+
+@pytest.mark.parametrize("kind", [mxattn.InvalidArgument, mxattn.Unsupported, mxattn.MxattnError])
+def test_errors_are_made_again_of_their_message(kind):
+    error = kind("x = 1: expected 2")
+    error.status = 3
+    for made in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(made), str(made), made.status) == (kind, str(error), 3)
+    assert type(error)(f"{error} (in layer 3)").status == kind.status

@@ -19,7 +19,8 @@ import torch
 
 import mxattn
 import mxattn.torch as front
-from mxattn.integrations.tensors import checked_recipe, rounded, unsupported
+from mxattn.capi import unsupported
+from mxattn.integrations.tensors import checked_recipe, rounded
 
 
 def register(name: str = "mxattn", *, recipe: str = "fp8") -> str:

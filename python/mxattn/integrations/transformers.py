@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 
 import mxattn
-from mxattn.integrations.tensors import as_wide_as, checked_recipe, invalid, rounded, unsupported
+from mxattn.capi import invalid, unsupported
+from mxattn.integrations.tensors import as_wide_as, checked_recipe, rounded
 
 # Arguments with which some models change the scores or want more than the output.
 _REFUSED = (
