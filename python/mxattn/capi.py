@@ -344,13 +344,30 @@ class CallInputs:
                 self.stream, self.plan)  # fmt: skip
 
 
-class Problem:
+class _Owner:
+    """What owns a handle of the library and never changes: a copy is the object itself."""
+
+    def _owns(self, handle: c.c_void_p, destroy) -> None:
+        # NOTE: Not at exit, where daemon threads may still be inside calls that use the handle.
+        weakref.finalize(self, destroy, handle).atexit = False
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, _memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: make one where it is used")
+
+
+class Problem(_Owner):
     """A checked configuration. May be used by several threads at once."""
 
     def __init__(self, config: ProblemConfig):
         self._handle = c.c_void_p()
         check(lib.mxattn_problem_create(c.byref(config), c.byref(self._handle)))
-        weakref.finalize(self, lib.mxattn_problem_destroy, self._handle)
+        self._owns(self._handle, lib.mxattn_problem_destroy)
         self.q_shape = (config.total_q, config.heads_q, config.head_dim)
         self.k_shape = (config.total_k, config.heads_k, config.head_dim)
         self.num_documents = config.num_documents
@@ -456,7 +473,7 @@ class Problem:
         return size.value
 
 
-class Plan:
+class Plan(_Owner):
     """Work lists of a microbatch, made once for all its layers. Keep it until the last backward.
 
     `key` names it where only numbers pass: Plan.of(key) finds it while it lives.
@@ -472,7 +489,7 @@ class Plan:
         self.memory = self.stream = None  # where torch made it on a device: its own, and whose
         self._keep = keep
         Plan._living[self.key] = self
-        weakref.finalize(self, lib.mxattn_plan_destroy, handle)
+        self._owns(handle, lib.mxattn_plan_destroy)
 
     @classmethod
     def of(cls, key: int) -> Plan:

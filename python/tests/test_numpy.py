@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import pickle
+import subprocess
+import sys
 
 import hypothesis_profile  # noqa: F401
 import mxattn
@@ -248,3 +252,45 @@ def test_errors_are_made_again_of_their_message(kind):
     for made in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
         assert (type(made), str(made), made.status) == (kind, str(error), 3)
     assert type(error)(f"{error} (in layer 3)").status == kind.status
+
+
+# ---- handles of the library --------------------------------------------------------------------
+
+
+def test_copies_of_plans_are_plans():
+    plan = mxattn.make_plan(CU, heads_q=4, heads_k=2, head_dim=64)
+    copies = [copy.copy(plan), copy.deepcopy(plan)]
+    want = mxattn.attn_varlen(Q, K, V, CU, plan=plan)
+    with pytest.raises(TypeError, match="a Plan cannot be pickled"):
+        pickle.dumps(plan)
+    del plan
+    gc.collect()
+    for kept in copies:
+        assert same_bits(mxattn.attn_varlen(Q, K, V, CU, plan=kept), want)
+
+
+def test_copies_of_operands_are_dequantized():
+    quantized = mxattn.quantize(Q, CU, "q")
+    again = copy.deepcopy(quantized)
+    assert same_bits(mxattn.dequantize(again), mxattn.dequantize(quantized))
+
+
+def test_problems_live_until_the_process_ends():
+    """Threads that do not end with the interpreter may be inside calls when it exits."""
+    code = """if True:
+        import atexit
+        atexit.register(lambda: print(call()))  # after whatever the package would do at exit
+        from mxattn import capi
+        problem = capi.cached_problem((9, 2, 64), (9, 2, 64), 1)
+        plan = problem.make_plan(capi.np.array([0, 9], capi.np.int32))
+        before = problem.explanation
+        def call():
+            problem.make_plan(capi.np.array([0, 9], capi.np.int32))
+            return problem.explanation == before
+    """
+    folders = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": folders},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
