@@ -258,6 +258,10 @@ def _view(x) -> tuple[int, ...]:
     return address, _code(x.dtype), rank, *x.shape, *padding, *strides, *padding
 
 
+def _is_contiguous(x) -> bool:
+    return x.flags.c_contiguous if isinstance(x, np.ndarray) else x.is_contiguous()
+
+
 def tensor(x) -> Tensor:
     """A view of an array of numpy or torch; without data if None."""
     fields = _view(x)
@@ -400,6 +404,9 @@ class Problem(_Owner):
         if isinstance(state, int):
             buffers = [x for offset, size in self._places for x in (state + offset, size)]
         else:
+            for i, buffer in enumerate(state):
+                if not _is_contiguous(buffer):
+                    raise invalid(f"state[{i}]", "a strided view", "contiguous memory")
             buffers = [x for buffer in state for x in (_view(buffer)[0], buffer.nbytes)]
         call = CallInputs()
         call.lengths = _view(cu_seqlens_q) + _view(cu_seqlens_k)

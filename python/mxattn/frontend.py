@@ -145,20 +145,44 @@ LOG2_E = math.log2(math.e)
 LARGEST_EXPONENT = 126
 
 
+def _viewable(name: str, array) -> None:
+    """Refuses what a Tensor of the library cannot say."""
+    if not isinstance(array, np.ndarray):
+        raise invalid(name, type(array).__name__, "a numpy array, as q")
+    if any(stride % array.itemsize for stride in array.strides):
+        raise invalid(f"{name}.strides", array.strides, f"multiples of {array.itemsize} bytes")
+
+
 def _problem(q, k, cu_seqlens_q, options) -> Problem:
     """The problem of BF16 tensors of numpy or torch."""
     if _is_torch(q):
         return _torch().problem_of(q, k, cu_seqlens_q, **options)
-    return capi.cached_problem(q.shape, k.shape, len(cu_seqlens_q) - 1, **options)
+    if not isinstance(q, np.ndarray):
+        raise invalid("q", type(q).__name__, "a numpy array or a torch tensor")
+    _viewable("q", q)
+    _viewable("k", k)
+    entries = len(_lengths("cu_seqlens_q", cu_seqlens_q))
+    return capi.cached_problem(q.shape, k.shape, entries - 1, **options)
 
 
-def _call(problem: Problem, q, cu_q, cu_k, state, plan, **tensors):
+def _call(problem: Problem, q, cu_q, cu_k, state, plan, writes, **tensors):
     """What a call takes, and what it keeps alive. Lengths are int32, as the library wants them."""
     if _is_torch(q):
         return _torch().call_of(problem, q.device, cu_q, cu_k, state, plan, **tensors)
     cu_q = _lengths("cu_seqlens_q", cu_q)
     cu_k = None if cu_k is None else _lengths("cu_seqlens_k", cu_k)
+    buffers = {f"state[{i}]": x for i, x in enumerate(_buffers(state))}
+    for name, x in (tensors | buffers).items():
+        _viewable(name, x)
+        if name.split("[")[0] in writes and not x.flags.writeable:
+            raise invalid(name, "a read-only array", "one that can be written")
     return problem.call(cu_q, cu_k, state, plan=plan), (cu_q, cu_k)
+
+
+def _buffers(state) -> list | tuple:
+    if not isinstance(state, (list, tuple)):
+        raise invalid("state", type(state).__name__, "the buffers of make_state")
+    return state
 
 
 def make_state(q, k, cu_seqlens_q, *, softmax_scale=None, causal=False, window_size=(-1, -1),
@@ -180,8 +204,8 @@ def forward_(q, k, v, out, lse, state, cu_seqlens_q, cu_seqlens_k=None, *, softm
     """
     options = _options(causal, window_size, softmax_scale, recipe)
     problem = _problem(q, k, cu_seqlens_q, options)
-    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan, k=k, v=v, out=out,
-                        lse=lse)  # fmt: skip
+    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan,
+                        ("out", "lse", "state"), k=k, v=v, out=out, lse=lse)  # fmt: skip
     problem.forward(call, q, k, v, out, lse)
 
 
@@ -198,8 +222,8 @@ def backward_(dout, q, k, v, out, lse, state, dq, dk, dv, cu_seqlens_q, cu_seqle
     problem = _problem(q, k, cu_seqlens_q, options)
     if merged_lse is not None:
         state = _state_of_part(state, merged_lse, recipe)
-    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan, k=k, v=v, out=out,
-                        lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)  # fmt: skip
+    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan, ("dq", "dk", "dv"),
+                        k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)  # fmt: skip
     problem.backward(call, q, k, v, out, lse, dout, dq, dk, dv)
 
 
@@ -213,7 +237,12 @@ def _state_of_part(state, merged_lse, recipe) -> list:
         raise invalid(
             "recipe", recipe, "another with merged_lse: D is that of the keys it is given"
         )
+    if len(_buffers(state)) < 2 or not all(hasattr(x, "shape") for x in (*state, merged_lse)):
+        raise invalid("state, merged_lse", f"{len(state)} buffers, {type(merged_lse).__name__}",
+                      "the buffers of make_state and an array as lse")  # fmt: skip
     *operands, reference, own = state
+    if _is_torch(merged_lse) != _is_torch(own):
+        raise invalid("merged_lse", type(merged_lse).__name__, f"{type(own).__name__}, as state")
     if tuple(merged_lse.shape) != tuple(own.shape):
         raise invalid("merged_lse.shape", tuple(merged_lse.shape), f"{tuple(own.shape)}, as lse")
     if _is_torch(own):

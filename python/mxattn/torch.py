@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from mxattn import capi
 from mxattn.capi import Plan, Problem, invalid, unsupported
-from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _options
+from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _buffers, _options
 
 _library = torch.library.Library("mxattn", "DEF")
 _MASK_AND_RECIPE = (
@@ -44,6 +44,9 @@ def _problem(q_shape, k_shape, entries, device, softmax_scale, causal, left, rig
 
 def problem_of(q, k, cu_seqlens_q, *, softmax_scale, causal, window, recipe) -> Problem:
     """The problem of tensors of these shapes on their device."""
+    _same_device(q.device, k=k, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_q.ndim != 1:
+        raise invalid("cu_seqlens_q.shape", tuple(cu_seqlens_q.shape), "(documents + 1,)")
     return _problem(q.shape, k.shape, cu_seqlens_q.shape[0], q.device, softmax_scale, causal,
                     *window, recipe)  # fmt: skip
 
@@ -69,7 +72,9 @@ def _workspace(problem: Problem, device: torch.device) -> torch.Tensor | None:
 
 def _same_device(device: torch.device, **tensors) -> None:
     for name, x in tensors.items():
-        if x is not None and x.device != device:
+        if getattr(x, "device", None) != device:
+            if not isinstance(x, torch.Tensor):
+                raise invalid(name, type(x).__name__, "a torch tensor, as q")
             raise invalid(f"{name}.device", x.device, f"{device}, as q")
 
 
@@ -78,14 +83,18 @@ def call_of(problem: Problem, device, cu_q, cu_k, state, plan, **tensors):
 
     Checks that `tensors`, all others of the call, lie on the device.
     """
-    _same_device(device, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **tensors)
+    _same_device(device, cu_seqlens_q=cu_q, **tensors)
+    if cu_k is not None:
+        _same_device(device, cu_seqlens_k=cu_k)
     block = isinstance(state, torch.Tensor)
     if not block:
-        _same_device(device, **{f"state[{i}]": x for i, x in enumerate(state)})
+        _same_device(device, **{f"state[{i}]": x for i, x in enumerate(_buffers(state))})
     elif state.device != device:
         raise invalid("state.device", state.device, f"{device}, as q")
     elif state.nbytes < problem.state_bytes:
         raise invalid("state.nbytes", state.nbytes, f"at least {problem.state_bytes}")
+    elif not state.is_contiguous():
+        raise invalid("state", "a strided view", "contiguous memory")
     workspace, stream = _workspace(problem, device), _stream(device)
     if plan is not None and plan.stream != stream:
         # Else its memory could go to others of its own stream while this one still reads it.
@@ -249,7 +258,9 @@ def attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max
     cu_seqlens_q = _int32("cu_seqlens_q", cu_seqlens_q)
     if cu_seqlens_k is not None:
         cu_seqlens_k = _int32("cu_seqlens_k", cu_seqlens_k)
-    _same_device(q.device, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _same_device(q.device, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        _same_device(q.device, cu_seqlens_k=cu_seqlens_k)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
     if plan is not None and plan.token is None:
@@ -270,6 +281,8 @@ def attn(q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), rec
     heads_q, tokens_q). All else as attn_varlen.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise invalid(name, type(x).__name__, "a torch tensor, as q")
         if x.ndim != 4 or x.shape[0] != q.shape[0]:
             raise invalid(f"{name}.shape", tuple(x.shape), "(batch, tokens, heads, head_dim) as q")
     batch, tokens, heads, _ = q.shape

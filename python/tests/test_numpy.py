@@ -113,6 +113,57 @@ def test_callers_buffers_forward_and_backward():
         assert same_bits(array, want[name]), name
 
 
+def in_place(**changes):
+    """Runs forward_ and backward_ with other arguments than right ones."""
+    q, k, v = (bf16(x) for x in inputs())
+    given = {"q": q, "k": k, "v": v, "out": np.zeros_like(q), "cu": CU, "merged": None}
+    given |= {"lse": np.zeros((4, 64), np.float32), "state": mxattn.make_state(q, k, CU)}
+    given |= {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
+    x = given | {name: change(given[name]) for name, change in changes.items()}
+    mxattn.forward_(x["q"], x["k"], x["v"], x["out"], x["lse"], x["state"], x["cu"])
+    mxattn.backward_(
+        x["q"], x["q"], x["k"], x["v"], x["out"], x["lse"], x["state"], x["dq"], x["dk"], x["dv"],
+        x["cu"], merged_lse=x["merged"],
+    )  # fmt: skip
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def between_bytes(x):
+    """Rows that begin at every other byte."""
+    memory = np.zeros(2 * x.nbytes, np.uint8).view(x.dtype)
+    strides = (x.strides[0] + 1, *x.strides[1:])
+    return np.lib.stride_tricks.as_strided(memory, x.shape, strides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": list}, r"q = list: expected a numpy array or a torch tensor"),
+        ({"k": lambda _: None}, r"k = NoneType: expected a numpy array, as q"),
+        ({"lse": np.ndarray.tolist}, r"lse = list: expected a numpy array, as q"),
+        ({"cu": lambda _: 64}, r"cu_seqlens_q = int64 of shape \(\): expected integers"),
+        ({"cu": lambda _: None}, r"cu_seqlens_q = object of shape"),
+        ({"v": between_bytes}, r"v\.strides = \(257, 128, 2\): expected multiples of 2 bytes"),
+        ({"out": read_only}, r"out = a read-only array: expected one that can be written"),
+        ({"dk": read_only}, r"dk = a read-only array: expected"),
+        ({"state": lambda s: [*s[:-1], read_only(s[-1])]}, r"state\[8\] = a read-only array"),
+        ({"state": lambda s: [s[0][::-1], *s[1:]]}, r"state\[0\] = a strided view: expected cont"),
+        ({"state": lambda _: 4096}, r"state = int: expected the buffers of make_state"),
+        ({"state": lambda _: None}, r"state = NoneType: expected the buffers of make_state"),
+        ({"state": lambda s: [None, *s[1:]]}, r"state\[0\] = NoneType: expected a numpy array"),
+        ({"merged": lambda _: [[0.0]]}, r"state, merged_lse = 9 buffers, list: expected"),
+    ],
+)
+def test_buffers_of_the_caller_are_checked(changes, message):
+    with pytest.raises(mxattn.InvalidArgument, match=message):
+        in_place(**changes)
+
+
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_token"])
 def test_quantize_and_back(recipe, operand):

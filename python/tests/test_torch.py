@@ -363,6 +363,36 @@ def test_tensors_of_other_devices_are_refused_before_they_are_read():
         mxattn.forward_(Q, K, V, out, lse, state, CU)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": array}, r"k = ndarray: expected a torch tensor, as q"),
+        ({"lse": lambda _: None}, r"lse = NoneType: expected a torch tensor, as q"),
+        ({"cu": torch.Tensor.tolist}, r"cu_seqlens_q = list: expected a torch tensor"),
+        ({"cu": lambda cu: cu[0]}, r"cu_seqlens_q\.shape = \(\): expected \(documents \+ 1,\)"),
+        (
+            {"state": lambda _: torch.zeros(1, dtype=torch.uint8).expand(10**6)},
+            r"state = a strided",
+        ),
+        ({"state": lambda s: [s[0][:1].expand(s[0].shape), *s[1:]]}, r"state\[0\] = a strided"),
+        ({"state": lambda _: 4096}, r"state = int: expected the buffers of make_state"),
+        ({"state": lambda s: [array(s[-1]), *s[1:]]}, r"state\[0\] = ndarray: expected a torch"),
+        ({"merged": array}, r"merged_lse = ndarray: expected Tensor, as state"),
+        ({"merged": lambda m: m, "state": lambda s: s[-1]}, r"state = Tensor: expected"),
+    ],
+)
+def test_buffers_of_the_caller_are_checked(changes, message):
+    x = {"k": K, "out": torch.empty_like(Q), "lse": torch.zeros(4, 64), "cu": CU}
+    x |= {"state": mxattn.make_state(Q, K, CU), "merged": torch.zeros(4, 64)}
+    x |= {name: change(x[name]) for name, change in changes.items()}
+    grads = [torch.empty_like(like) for like in (Q, K, V)]
+    with pytest.raises(mxattn.InvalidArgument, match=message):
+        if "merged" not in changes:
+            mxattn.forward_(Q, x["k"], V, x["out"], x["lse"], x["state"], x["cu"])
+        mxattn.backward_(Q, Q, K, V, x["out"], x["lse"], x["state"], *grads, CU,
+                         merged_lse=x["merged"])  # fmt: skip
+
+
 def test_helpers_agree_with_numpy(device):
     lengths = torch.tensor([5, 0, 40, 19], device=device)
     assert torch.equal(mxattn.cu_seqlens_from_lengths(lengths), CU.to(device))
