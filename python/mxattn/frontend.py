@@ -385,6 +385,7 @@ def cu_seqlens_from_lengths(lengths):
         raise invalid("lengths", f"{array.dtype} of shape {array.shape}", "integers (documents,)")
     if array.min() < 0:
         raise invalid(f"lengths[{array.argmin()}]", array.min(), "at least 0")
+    array = np.minimum(array, np.iinfo(np.int32).max)  # so that sums do not wrap
     return _lengths("cu_seqlens", np.concatenate([[0], np.cumsum(array, dtype=np.int64)]))
 
 

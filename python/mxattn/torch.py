@@ -31,6 +31,10 @@ _library.define(
 )
 
 
+INT32_MAX = 2**31 - 1
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 # ---- problems and calls ------------------------------------------------------------------------
 
 
@@ -240,8 +244,11 @@ for _name in ("forward", "backward"):
 def _int32(name: str, cu_seqlens):
     if not isinstance(cu_seqlens, torch.Tensor):
         raise invalid(name, type(cu_seqlens).__name__, "an int32 tensor on the device of q")
+    if cu_seqlens.ndim != 1:
+        raise invalid(f"{name}.shape", tuple(cu_seqlens.shape), "(documents + 1,)")
     if cu_seqlens.dtype == torch.int64:
-        return cu_seqlens.to(torch.int32)
+        # What does not fit becomes what no pack has: it is refused as it would be without reading.
+        return cu_seqlens.clamp(-1, INT32_MAX).to(torch.int32)
     return cu_seqlens
 
 
@@ -306,6 +313,10 @@ def make_plan(cu_seqlens_q, cu_seqlens_k, q_shape, k_shape, options) -> Plan:
     for (name, end), shape in zip(ends.items(), (q_shape, k_shape), strict=True):
         if shape[0] is None and device.type != "cpu":
             raise invalid(f"total_{name}", None, f"the rows of {name}: the lengths lie on a device")
+        if end.shape[0] < 2:
+            raise invalid(f"cu_seqlens_{name}.shape", tuple(end.shape), "(documents + 1,)")
+        if shape[0] is None and end[-1] == INT32_MAX:
+            raise invalid(f"cu_seqlens_{name}[-1]", "2^31 - 1 or more", "fewer tokens")
         shapes.append((int(end[-1]) if shape[0] is None else shape[0], *shape[1:]))
     problem = capi.cached_problem(
         *shapes, cu_q.shape[0] - 1, device=_device_index(device), **options
@@ -331,12 +342,17 @@ def tensor_on(array, device) -> torch.Tensor:
 
 def cu_seqlens_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
     """(documents,) -> (documents + 1,) int32 offsets; values are looked at on the CPU only."""
-    if lengths.ndim != 1 or lengths.numel() == 0 or lengths.is_floating_point():
+    if lengths.ndim != 1 or lengths.numel() == 0 or lengths.dtype not in _INTEGERS:
         found = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
         raise invalid("lengths", found, "integers (documents,)")
-    if lengths.device.type == "cpu" and lengths.min() < 0:
-        raise invalid(f"lengths[{int(lengths.argmin())}]", int(lengths.min()), "at least 0")
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    lengths = lengths.long()
+    ends = lengths.clamp(max=INT32_MAX).cumsum(0)
+    if lengths.device.type == "cpu":
+        if lengths.min() < 0:
+            raise invalid(f"lengths[{int(lengths.argmin())}]", int(lengths.min()), "at least 0")
+        if ends[-1] > INT32_MAX:
+            raise invalid("lengths", f"{int(ends[-1])} or more in all", "less than 2^31 tokens")
+    return torch.nn.functional.pad(ends.clamp(max=INT32_MAX).to(torch.int32), (1, 0))
 
 
 def merge_lse(out_a, lse_a, out_b, lse_b):
