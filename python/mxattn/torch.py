@@ -356,7 +356,16 @@ def cu_seqlens_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def merge_lse(out_a, lse_a, out_b, lse_b):
-    """mxattn.merge_lse for torch; out of the dtype of out_a."""
+    """mxattn.merge_lse for torch; out of the dtype of out_a.
+
+    Raises Unsupported where out asks for a gradient and lse, as those of attn_varlen, has none: the
+    sum of the gradients of the parts would not be that of the whole (backward_ with merged_lse).
+    """
+    _same_device(out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    for name, x, lse in (("out_a", out_a, lse_a), ("out_b", out_b, lse_b)):
+        if x.requires_grad and not lse.requires_grad and torch.is_grad_enabled():
+            raise unsupported(f"{name}.requires_grad", True,
+                              "False where lse has no gradient; see backward_")  # fmt: skip
     for name, x, like in (("out_b", out_b, out_a), ("lse_b", lse_b, lse_a)):
         if x.shape != like.shape:
             raise invalid(f"{name}.shape", tuple(x.shape), str(tuple(like.shape)))
