@@ -279,6 +279,13 @@ def _int32(name: str, value) -> int:
     return number
 
 
+def _name(argument: str, value) -> bytes:
+    """value, which a C string would end at its first NUL."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise invalid(argument, repr(value), "a name")
+    return value.encode()
+
+
 def _shape(name: str, shape) -> tuple[int, int, int]:
     try:
         tokens, heads, dim = (operator.index(size) for size in shape)
@@ -299,10 +306,10 @@ def make_config(q_shape, k_shape, num_documents, *, recipe="fp8", backend="auto"
         raise invalid("k.shape", k_shape, f"a head dimension of {q_shape[2]}, as q")
     config = ProblemConfig()
     lib.mxattn_problem_config_init(c.byref(config))
-    config.recipe = recipe.encode()
-    config.backend = backend.encode()
+    config.recipe = _name("recipe", recipe)
+    config.backend = _name("backend", backend)
     config.device_kind = CPU if device is None else CUDA
-    config.device_index = device or 0
+    config.device_index = 0 if device is None else _int32("device", device)
     config.total_q, config.heads_q, config.head_dim = q_shape
     config.total_k, config.heads_k = k_shape[:2]
     config.num_documents = _int32("num_documents", num_documents)

@@ -28,6 +28,8 @@ def _torch():
 
 def _bf16(name: str, array) -> np.ndarray:
     """BF16 with a contiguous last dimension; float32 is rounded to nearest, ties to even."""
+    if _is_torch(array):
+        raise invalid(name, "a torch tensor", "a numpy array, as q")
     array = np.asarray(array)
     if array.dtype == np.float32:
         array = array.astype(bfloat16)
@@ -52,10 +54,25 @@ def _lengths(name: str, cu_seqlens) -> np.ndarray:
 
 def _window(window_size) -> tuple[int, int]:
     try:
-        left, right = (int(bound) for bound in window_size)
-    except (TypeError, ValueError):
-        raise invalid("window_size", window_size, "(left, right), -1 for no bound") from None
-    return left, right
+        left, right = window_size
+        if int(left) == left and int(right) == right:
+            return int(left), int(right)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise invalid("window_size", window_size, "(left, right), integers, -1 for no bound")
+
+
+def _scale(softmax_scale) -> float | None:
+    try:
+        return None if softmax_scale is None else float(softmax_scale)
+    except (TypeError, ValueError, OverflowError):
+        raise invalid("softmax_scale", softmax_scale, "a number or None") from None
+
+
+def _checked(plan) -> Plan | None:
+    if plan is not None and not isinstance(plan, Plan):
+        raise invalid("plan", type(plan).__name__, "what make_plan returned, or None")
+    return plan
 
 
 def _options(causal, window_size, softmax_scale, recipe) -> dict:
@@ -65,7 +82,7 @@ def _options(causal, window_size, softmax_scale, recipe) -> dict:
     return {
         "causal": bool(causal),
         "window": _window(window_size),
-        "softmax_scale": None if softmax_scale is None else float(softmax_scale),
+        "softmax_scale": _scale(softmax_scale),
         "recipe": recipe,
     }
 
@@ -106,7 +123,7 @@ def attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max
     out = np.empty(q.shape, bfloat16)
     lse = np.empty((q.shape[1], q.shape[0]), np.float32)
     state = [np.empty(buffer.shape, buffer.dtype) for buffer in problem.state]
-    problem.forward(problem.call(cu_q, cu_k, state, plan=plan), q, k, v, out, lse)
+    problem.forward(problem.call(cu_q, cu_k, state, plan=_checked(plan)), q, k, v, out, lse)
     out = out.astype(np.float32)
     return (out, lse) if return_lse else out
 
@@ -167,6 +184,7 @@ def _problem(q, k, cu_seqlens_q, options) -> Problem:
 
 def _call(problem: Problem, q, cu_q, cu_k, state, plan, writes, **tensors):
     """What a call takes, and what it keeps alive. Lengths are int32, as the library wants them."""
+    _checked(plan)
     if _is_torch(q):
         return _torch().call_of(problem, q.device, cu_q, cu_k, state, plan, **tensors)
     cu_q = _lengths("cu_seqlens_q", cu_q)
@@ -298,7 +316,7 @@ class Quantized:
 
 def quantize(x, cu_seqlens, operand="k", *, recipe="fp8", softmax_scale=None) -> Quantized:
     """Quantises x (tokens, heads, head_dim) as attention with this recipe quantises q, k or v."""
-    if operand not in capi.OPERANDS:
+    if operand not in list(capi.OPERANDS):
         raise invalid("operand", operand, "q, k or v")
     if _is_torch(x):
         raise invalid("x", "a torch tensor", "a numpy array; for BF16: x.float().numpy()")

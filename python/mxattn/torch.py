@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from mxattn import capi
 from mxattn.capi import Plan, Problem, invalid, unsupported
-from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _buffers, _options
+from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _buffers, _checked, _options
 
 _library = torch.library.Library("mxattn", "DEF")
 _MASK_AND_RECIPE = (
@@ -100,7 +100,7 @@ def call_of(problem: Problem, device, cu_q, cu_k, state, plan, **tensors):
     elif not state.is_contiguous():
         raise invalid("state", "a strided view", "contiguous memory")
     workspace, stream = _workspace(problem, device), _stream(device)
-    if plan is not None and plan.stream != stream:
+    if plan is not None and plan.stream != stream and plan.memory is not None:
         # Else its memory could go to others of its own stream while this one still reads it.
         plan.memory.record_stream(torch.cuda.current_stream(device))
     call = problem.call(
@@ -126,7 +126,11 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plan(token: torch.Tensor | None) -> Plan | None:
-    return None if token is None else Plan.of(token.item())  # a tensor of the CPU
+    if token is None:
+        return None
+    if token.numel() != 1:
+        raise invalid("plan.shape", tuple(token.shape), "that of Plan.token")
+    return Plan.of(token.item())  # a tensor of the CPU
 
 
 def _forward(q, k, v, cu_q, cu_k, plan, softmax_scale, causal, left, right, recipe):
@@ -268,9 +272,12 @@ def attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max
     _same_device(q.device, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     if cu_seqlens_k is not None:
         _same_device(q.device, cu_seqlens_k=cu_seqlens_k)
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
-    if plan is not None and plan.token is None:
+    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.bfloat16) if x.is_floating_point() else x for x in (q, k, v))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != torch.bfloat16:  # the library has no names for all of torch's
+            raise invalid(f"{name}.dtype", x.dtype, "torch.bfloat16, or a float under autocast")
+    if _checked(plan) is not None and plan.token is None:
         raise invalid("plan", "a plan of numpy lengths", "one that make_plan made of tensors")
     options = _options(causal, window_size, softmax_scale, recipe)
     out, lse, _ = torch.ops.mxattn.forward(

@@ -180,6 +180,19 @@ def test_recipes_that_do_not_quantise_say_so():
         mxattn.quantize(inputs()[0], CU, recipe="bf16")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softmax_scale": "x"}, {"softmax_scale": 1j}, {"window_size": (np.inf, 0)},
+        {"backend": None}, {"backend": "cpu\0"}, {"recipe": "\udcff"}, {"device": "cuda"},
+        {"device": 2**32}, {"num_documents": None}, {"k_shape": 5},
+    ],
+)  # fmt: skip
+def test_can_run_never_raises(options):
+    verdict = mxattn.can_run((64, 4, 64), **options)
+    assert not verdict and ": expected" in verdict.reason
+
+
 def test_can_run_and_explain():
     assert mxattn.can_run((64, 4, 64), (64, 2, 64), 4)
     verdict = mxattn.can_run((64, 4, 64), (64, 3, 64))
@@ -218,7 +231,13 @@ Q, K, V = inputs()
         ((Q, K, V, CU), {"window_size": 5}, r"window_size = 5: expected \(left, right\)"),
         ((Q, K, V, CU), {"window_size": (-2, 0)}, r"window_left = -2"),
         ((Q, K, V, CU), {"window_size": (2**32, 0)}, r"window_left = 4294967296: expected an int"),
+        ((Q, K, V, CU), {"window_size": (1.5, 0)}, r"window_size = \(1\.5, 0\): expected"),
+        ((Q, K, V, CU), {"window_size": (np.inf, 0)}, r"window_size = \(inf, 0\): expected"),
         ((Q, K, V, CU), {"softmax_scale": np.inf}, r"softmax_scale = inf"),
+        ((Q, K, V, CU), {"softmax_scale": "x"}, r"softmax_scale = x: expected a number or None"),
+        ((Q, K, V, CU), {"recipe": "fp8\0x"}, r"recipe = 'fp8\\x00x': expected a name"),
+        ((Q, K, V, CU), {"recipe": "\udcff"}, r"recipe = .*: expected a name"),
+        ((Q, K, V, CU), {"plan": "x"}, r"plan = str: expected what make_plan returned"),
     ],
 )
 def test_errors_name_argument_value_and_expectation(arguments, options, message):

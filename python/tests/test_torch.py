@@ -334,8 +334,11 @@ Q, K, V, _ = inputs()
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((Q.float(), K, V, CU), {}, r"q\.dtype = f32: expected bf16"),
-        ((Q.half(), K, V, CU), {}, r"q\.dtype = .*: expected bf16"),
+        ((Q.float(), K, V, CU), {}, r"q\.dtype = torch.float32: expected torch.bfloat16"),
+        ((Q, K.half(), V, CU), {}, r"k\.dtype = torch.float16: expected torch.bfloat16"),
+        ((Q.to("meta"), K.to("meta"), V.to("meta"), CU.to("meta")), {}, r"q\.device = meta: exp"),
+        ((Q, None, V, CU), {}, r"k = NoneType: expected a torch tensor, as q"),
+        ((Q, K, V, CU), {"plan": 1}, r"plan = int: expected what make_plan returned"),
         ((Q[0], K, V, CU), {}, r"q\.shape = \(4, 64\): expected \(tokens, heads"),
         ((Q, K, V[:9], CU), {}, r"v\.shape = \(9, 2, 64\): expected"),
         ((Q, K, V, [0, 64]), {}, r"cu_seqlens_q = list: expected an int32 tensor"),
@@ -370,6 +373,12 @@ def test_tensors_of_other_devices_are_refused_before_they_are_read():
     state[1] = state[1].to("meta")
     with pytest.raises(mxattn.InvalidArgument, match=r"state\[1\]\.device = meta"):
         mxattn.forward_(Q, K, V, out, lse, state, CU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_autocast_takes_floats_only(dtype):
+    with torch.autocast("cpu"), pytest.raises(mxattn.InvalidArgument, match=f"k.dtype = {dtype}"):
+        mxattn.attn_varlen(Q, K.to(dtype), V, CU)
 
 
 @pytest.mark.parametrize(
