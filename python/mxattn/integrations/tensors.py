@@ -12,7 +12,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def checked_recipe(recipe: str) -> str:
     """recipe, where there is one of that name: later, the error would come from inside a model."""
-    if recipe not in capi.recipes():
+    if recipe not in list(capi.recipes()):
         raise invalid("recipe", repr(recipe), f"one of {', '.join(capi.recipes())}")
     return recipe
 
