@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import subprocess
 import sys
 
@@ -366,3 +367,14 @@ def test_problems_live_until_the_process_ends():
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_a_forked_process_has_no_threads_to_wait_for():
+    """Neither after calls of its parent nor for good: the same bits from one thread."""
+    want = mxattn.attn_varlen(Q, K, V, CU, causal=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        same = same_bits(mxattn.attn_varlen(Q, K, V, CU, causal=True), want)
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
