@@ -19,6 +19,22 @@ from statistics import mean
 SAME = ("seed", "tokens", "steps", "layers", "width", "head_dim", "lr", "eval_packs", "device")
 
 
+def wrong(message: str) -> None:
+    print(f"compare_runs: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def load(path: Path) -> dict:
+    try:
+        run = json.loads(path.read_text())
+        options_of(run)
+        return run
+    except OSError as error:
+        wrong(f"{path}: {error.strerror}")
+    except (ValueError, LookupError, TypeError):
+        wrong(f"{path}: expected what train_gpt.py --json wrote")
+
+
 def options_of(run: dict) -> dict:
     """What the runs must agree in; of the text, its name."""
     options = run["options"]
@@ -80,14 +96,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.json")
     parser.add_argument("--plot", type=Path, help="draw all runs here, as PNG or SVG")
     args = parser.parse_args(argv)
-    runs = [json.loads(path.read_text()) for path in args.runs]
+    runs = [load(path) for path in args.runs]
+    if args.plot and (args.plot.is_dir() or not args.plot.parent.is_dir()):
+        wrong(f"--plot {args.plot}: expected a file in a folder that exists")
     for path, run in zip(args.runs, runs, strict=True):
         for name, value in options_of(run).items():
             expected = options_of(runs[0])[name]
             if value != expected:
-                print(f"compare_runs: {path}: {name} = {value}: expected {expected}, as in "
-                      f"{args.runs[0]}", file=sys.stderr)  # fmt: skip
-                sys.exit(2)
+                wrong(f"{path}: {name} = {value}: expected {expected}, as in {args.runs[0]}")
     print("\n".join(table(runs)))
     if args.plot:
         try:

@@ -385,6 +385,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "tokens", "layers", "width", "head_dim", "eval_every", "eval_packs"):
         if getattr(args, name) < 1:
             usage(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    if not 0 < args.lr < math.inf:
+        usage(f"--lr {args.lr}: expected a positive number")
+    for name in ("json", "plot"):  # not after a day of training
+        path = getattr(args, name)
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            usage(f"--{name} {path}: expected a file in a folder that exists")
     if args.head_dim % 2 or args.width % args.head_dim:
         usage(f"--head-dim {args.head_dim}: expected an even divisor of --width {args.width}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
@@ -394,6 +400,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         usage("--device cuda: torch sees no CUDA device")
     if not args.text.is_file():
         usage(f"--text {args.text}: no such file")
+    if args.text.stat().st_size == 0:
+        usage(f"--text {args.text}: an empty file")
     if args.recipe != "sdpa":
         known = mxattn.recipes()
         if args.recipe not in known:

@@ -69,6 +69,20 @@ class CheckWheel(unittest.TestCase):
         found = self.problems("linux_x86_64", self.needed - tool.SYSTEM)
         self.assertEqual(found, ["tag linux_x86_64: expected manylinux_X_Y_x86_64"])
 
+    def test_versions_without_a_number(self):
+        needs, tag = tool.needs, "manylinux_2_35_x86_64"
+        self.addCleanup(setattr, tool, "needs", needs)
+        others = self.needed - tool.SYSTEM
+        for version, expected in (("ABI_DT_RELR", "2.36 is needed"), ("PRIVATE", "GLIBC_PRIVATE")):
+            text = f" Name: GLIBC_2.17  \n Name: GLIBC_{version}  \n"
+            tool.needs = lambda library, text=text: (text, needs(library)[1])
+            self.assertIn(expected, " ".join(self.problems(tag, others)))
+
+    def test_a_wheel_without_metadata(self):
+        path = self.folder / "mxattn-1.0-py3-none-manylinux_2_41_x86_64.whl"
+        zipfile.ZipFile(path, "w").close()
+        self.assertIn("0 files *.dist-info/WHEEL: expected one", tool.check(path)[1])
+
     def test_a_name_that_was_only_changed(self):
         others = self.needed - tool.SYSTEM
         found = self.problems("manylinux_2_41_x86_64", others, "linux_x86_64")

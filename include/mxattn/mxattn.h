@@ -10,6 +10,8 @@
  *   - Strings that the library hands out live as long as the library, except where a function says
  *     "until the next call": those belong to the calling thread.
  *   - Handles may be used by several threads at once; the library has no other state.
+ *   - A process forked from a thread that has made calls on the CPU makes its own there on one
+ *     thread: OpenMP's others do not come along. Results are the same.
  *   - Tensors are the caller's. The library allocates no memory on a device.
  */
 #ifndef MXATTN_MXATTN_H_

@@ -23,7 +23,7 @@ import numpy as np
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float8_e4m3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
+OK, INVALID_ARGUMENT, UNSUPPORTED, INTERNAL = 0, 1, 2, 5
 CPU, CUDA = 0, 1
 DTYPES = {1: bfloat16, 2: np.dtype(np.float32), 3: float8_e4m3, 4: np.dtype(np.int8),
           5: np.dtype(np.int32)}  # fmt: skip
@@ -145,19 +145,24 @@ class RecipeInfo(c.Structure):
 
 
 class MxattnError(Exception):
-    """A call that failed: .status and the library's message."""
+    """A call that failed: the library's message, and .status.
 
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
+    Made of the message alone: so copies, pickles and hosts that add text make an error again.
+    """
+
+    status = INTERNAL
 
 
 class InvalidArgument(MxattnError, ValueError):
     """An argument is wrong; the message names it, its value and what was expected."""
 
+    status = INVALID_ARGUMENT
+
 
 class Unsupported(MxattnError, NotImplementedError):
     """The arguments are legal, but no backend of this build and machine can run them."""
+
+    status = UNSUPPORTED
 
 
 _ERRORS = {INVALID_ARGUMENT: InvalidArgument, UNSUPPORTED: Unsupported}
@@ -165,7 +170,12 @@ _ERRORS = {INVALID_ARGUMENT: InvalidArgument, UNSUPPORTED: Unsupported}
 
 def invalid(argument: str, value, expectation: str) -> InvalidArgument:
     """The error of a check on this side of the ABI, in the library's own words."""
-    return InvalidArgument(INVALID_ARGUMENT, f"{argument} = {value}: expected {expectation}")
+    return InvalidArgument(f"{argument} = {value}: expected {expectation}")
+
+
+def unsupported(argument: str, value, expectation: str) -> Unsupported:
+    """The same for what is legal and not here."""
+    return Unsupported(f"{argument} = {value}: expected {expectation}")
 
 
 def library_path() -> Path:
@@ -205,7 +215,9 @@ lib = _load()
 
 def check(status: int) -> None:
     if status != OK:
-        raise _ERRORS.get(status, MxattnError)(status, lib.mxattn_last_error().decode())
+        error = _ERRORS.get(status, MxattnError)(lib.mxattn_last_error().decode())
+        error.status = status
+        raise error
 
 
 @functools.lru_cache(maxsize=64)
@@ -246,6 +258,10 @@ def _view(x) -> tuple[int, ...]:
     return address, _code(x.dtype), rank, *x.shape, *padding, *strides, *padding
 
 
+def _is_contiguous(x) -> bool:
+    return x.flags.c_contiguous if isinstance(x, np.ndarray) else x.is_contiguous()
+
+
 def tensor(x) -> Tensor:
     """A view of an array of numpy or torch; without data if None."""
     fields = _view(x)
@@ -261,6 +277,13 @@ def _int32(name: str, value) -> int:
     if not -(2**31) <= number < 2**31:
         raise invalid(name, number, "an integer of 32 bits")
     return number
+
+
+def _name(argument: str, value) -> bytes:
+    """value, which a C string would end at its first NUL."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise invalid(argument, repr(value), "a name")
+    return value.encode()
 
 
 def _shape(name: str, shape) -> tuple[int, int, int]:
@@ -283,10 +306,10 @@ def make_config(q_shape, k_shape, num_documents, *, recipe="fp8", backend="auto"
         raise invalid("k.shape", k_shape, f"a head dimension of {q_shape[2]}, as q")
     config = ProblemConfig()
     lib.mxattn_problem_config_init(c.byref(config))
-    config.recipe = recipe.encode()
-    config.backend = backend.encode()
+    config.recipe = _name("recipe", recipe)
+    config.backend = _name("backend", backend)
     config.device_kind = CPU if device is None else CUDA
-    config.device_index = device or 0
+    config.device_index = 0 if device is None else _int32("device", device)
     config.total_q, config.heads_q, config.head_dim = q_shape
     config.total_k, config.heads_k = k_shape[:2]
     config.num_documents = _int32("num_documents", num_documents)
@@ -332,13 +355,30 @@ class CallInputs:
                 self.stream, self.plan)  # fmt: skip
 
 
-class Problem:
+class _Owner:
+    """What owns a handle of the library and never changes: a copy is the object itself."""
+
+    def _owns(self, handle: c.c_void_p, destroy) -> None:
+        # NOTE: Not at exit, where daemon threads may still be inside calls that use the handle.
+        weakref.finalize(self, destroy, handle).atexit = False
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, _memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: make one where it is used")
+
+
+class Problem(_Owner):
     """A checked configuration. May be used by several threads at once."""
 
     def __init__(self, config: ProblemConfig):
         self._handle = c.c_void_p()
         check(lib.mxattn_problem_create(c.byref(config), c.byref(self._handle)))
-        weakref.finalize(self, lib.mxattn_problem_destroy, self._handle)
+        self._owns(self._handle, lib.mxattn_problem_destroy)
         self.q_shape = (config.total_q, config.heads_q, config.head_dim)
         self.k_shape = (config.total_k, config.heads_k, config.head_dim)
         self.num_documents = config.num_documents
@@ -371,6 +411,9 @@ class Problem:
         if isinstance(state, int):
             buffers = [x for offset, size in self._places for x in (state + offset, size)]
         else:
+            for i, buffer in enumerate(state):
+                if not _is_contiguous(buffer):
+                    raise invalid(f"state[{i}]", "a strided view", "contiguous memory")
             buffers = [x for buffer in state for x in (_view(buffer)[0], buffer.nbytes)]
         call = CallInputs()
         call.lengths = _view(cu_seqlens_q) + _view(cu_seqlens_k)
@@ -444,7 +487,7 @@ class Problem:
         return size.value
 
 
-class Plan:
+class Plan(_Owner):
     """Work lists of a microbatch, made once for all its layers. Keep it until the last backward.
 
     `key` names it where only numbers pass: Plan.of(key) finds it while it lives.
@@ -460,7 +503,7 @@ class Plan:
         self.memory = self.stream = None  # where torch made it on a device: its own, and whose
         self._keep = keep
         Plan._living[self.key] = self
-        weakref.finalize(self, lib.mxattn_plan_destroy, handle)
+        self._owns(handle, lib.mxattn_plan_destroy)
 
     @classmethod
     def of(cls, key: int) -> Plan:

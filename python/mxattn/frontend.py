@@ -28,6 +28,8 @@ def _torch():
 
 def _bf16(name: str, array) -> np.ndarray:
     """BF16 with a contiguous last dimension; float32 is rounded to nearest, ties to even."""
+    if _is_torch(array):
+        raise invalid(name, "a torch tensor", "a numpy array, as q")
     array = np.asarray(array)
     if array.dtype == np.float32:
         array = array.astype(bfloat16)
@@ -52,10 +54,25 @@ def _lengths(name: str, cu_seqlens) -> np.ndarray:
 
 def _window(window_size) -> tuple[int, int]:
     try:
-        left, right = (int(bound) for bound in window_size)
-    except (TypeError, ValueError):
-        raise invalid("window_size", window_size, "(left, right), -1 for no bound") from None
-    return left, right
+        left, right = window_size
+        if int(left) == left and int(right) == right:
+            return int(left), int(right)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise invalid("window_size", window_size, "(left, right), integers, -1 for no bound")
+
+
+def _scale(softmax_scale) -> float | None:
+    try:
+        return None if softmax_scale is None else float(softmax_scale)
+    except (TypeError, ValueError, OverflowError):
+        raise invalid("softmax_scale", softmax_scale, "a number or None") from None
+
+
+def _checked(plan) -> Plan | None:
+    if plan is not None and not isinstance(plan, Plan):
+        raise invalid("plan", type(plan).__name__, "what make_plan returned, or None")
+    return plan
 
 
 def _options(causal, window_size, softmax_scale, recipe) -> dict:
@@ -65,7 +82,7 @@ def _options(causal, window_size, softmax_scale, recipe) -> dict:
     return {
         "causal": bool(causal),
         "window": _window(window_size),
-        "softmax_scale": None if softmax_scale is None else float(softmax_scale),
+        "softmax_scale": _scale(softmax_scale),
         "recipe": recipe,
     }
 
@@ -106,7 +123,7 @@ def attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max
     out = np.empty(q.shape, bfloat16)
     lse = np.empty((q.shape[1], q.shape[0]), np.float32)
     state = [np.empty(buffer.shape, buffer.dtype) for buffer in problem.state]
-    problem.forward(problem.call(cu_q, cu_k, state, plan=plan), q, k, v, out, lse)
+    problem.forward(problem.call(cu_q, cu_k, state, plan=_checked(plan)), q, k, v, out, lse)
     out = out.astype(np.float32)
     return (out, lse) if return_lse else out
 
@@ -145,20 +162,45 @@ LOG2_E = math.log2(math.e)
 LARGEST_EXPONENT = 126
 
 
+def _viewable(name: str, array) -> None:
+    """Refuses what a Tensor of the library cannot say."""
+    if not isinstance(array, np.ndarray):
+        raise invalid(name, type(array).__name__, "a numpy array, as q")
+    if any(stride % array.itemsize for stride in array.strides):
+        raise invalid(f"{name}.strides", array.strides, f"multiples of {array.itemsize} bytes")
+
+
 def _problem(q, k, cu_seqlens_q, options) -> Problem:
     """The problem of BF16 tensors of numpy or torch."""
     if _is_torch(q):
         return _torch().problem_of(q, k, cu_seqlens_q, **options)
-    return capi.cached_problem(q.shape, k.shape, len(cu_seqlens_q) - 1, **options)
+    if not isinstance(q, np.ndarray):
+        raise invalid("q", type(q).__name__, "a numpy array or a torch tensor")
+    _viewable("q", q)
+    _viewable("k", k)
+    entries = len(_lengths("cu_seqlens_q", cu_seqlens_q))
+    return capi.cached_problem(q.shape, k.shape, entries - 1, **options)
 
 
-def _call(problem: Problem, q, cu_q, cu_k, state, plan, **tensors):
+def _call(problem: Problem, q, cu_q, cu_k, state, plan, writes, **tensors):
     """What a call takes, and what it keeps alive. Lengths are int32, as the library wants them."""
+    _checked(plan)
     if _is_torch(q):
         return _torch().call_of(problem, q.device, cu_q, cu_k, state, plan, **tensors)
     cu_q = _lengths("cu_seqlens_q", cu_q)
     cu_k = None if cu_k is None else _lengths("cu_seqlens_k", cu_k)
+    buffers = {f"state[{i}]": x for i, x in enumerate(_buffers(state))}
+    for name, x in (tensors | buffers).items():
+        _viewable(name, x)
+        if name.split("[")[0] in writes and not x.flags.writeable:
+            raise invalid(name, "a read-only array", "one that can be written")
     return problem.call(cu_q, cu_k, state, plan=plan), (cu_q, cu_k)
+
+
+def _buffers(state) -> list | tuple:
+    if not isinstance(state, (list, tuple)):
+        raise invalid("state", type(state).__name__, "the buffers of make_state")
+    return state
 
 
 def make_state(q, k, cu_seqlens_q, *, softmax_scale=None, causal=False, window_size=(-1, -1),
@@ -180,8 +222,8 @@ def forward_(q, k, v, out, lse, state, cu_seqlens_q, cu_seqlens_k=None, *, softm
     """
     options = _options(causal, window_size, softmax_scale, recipe)
     problem = _problem(q, k, cu_seqlens_q, options)
-    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan, k=k, v=v, out=out,
-                        lse=lse)  # fmt: skip
+    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan,
+                        ("out", "lse", "state"), k=k, v=v, out=out, lse=lse)  # fmt: skip
     problem.forward(call, q, k, v, out, lse)
 
 
@@ -198,8 +240,8 @@ def backward_(dout, q, k, v, out, lse, state, dq, dk, dv, cu_seqlens_q, cu_seqle
     problem = _problem(q, k, cu_seqlens_q, options)
     if merged_lse is not None:
         state = _state_of_part(state, merged_lse, recipe)
-    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan, k=k, v=v, out=out,
-                        lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)  # fmt: skip
+    call, _keep = _call(problem, q, cu_seqlens_q, cu_seqlens_k, state, plan, ("dq", "dk", "dv"),
+                        k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)  # fmt: skip
     problem.backward(call, q, k, v, out, lse, dout, dq, dk, dv)
 
 
@@ -213,7 +255,12 @@ def _state_of_part(state, merged_lse, recipe) -> list:
         raise invalid(
             "recipe", recipe, "another with merged_lse: D is that of the keys it is given"
         )
+    if len(_buffers(state)) < 2 or not all(hasattr(x, "shape") for x in (*state, merged_lse)):
+        raise invalid("state, merged_lse", f"{len(state)} buffers, {type(merged_lse).__name__}",
+                      "the buffers of make_state and an array as lse")  # fmt: skip
     *operands, reference, own = state
+    if _is_torch(merged_lse) != _is_torch(own):
+        raise invalid("merged_lse", type(merged_lse).__name__, f"{type(own).__name__}, as state")
     if tuple(merged_lse.shape) != tuple(own.shape):
         raise invalid("merged_lse.shape", tuple(merged_lse.shape), f"{tuple(own.shape)}, as lse")
     if _is_torch(own):
@@ -269,7 +316,7 @@ class Quantized:
 
 def quantize(x, cu_seqlens, operand="k", *, recipe="fp8", softmax_scale=None) -> Quantized:
     """Quantises x (tokens, heads, head_dim) as attention with this recipe quantises q, k or v."""
-    if operand not in capi.OPERANDS:
+    if operand not in list(capi.OPERANDS):
         raise invalid("operand", operand, "q, k or v")
     if _is_torch(x):
         raise invalid("x", "a torch tensor", "a numpy array; for BF16: x.float().numpy()")
@@ -356,6 +403,7 @@ def cu_seqlens_from_lengths(lengths):
         raise invalid("lengths", f"{array.dtype} of shape {array.shape}", "integers (documents,)")
     if array.min() < 0:
         raise invalid(f"lengths[{array.argmin()}]", array.min(), "at least 0")
+    array = np.minimum(array, np.iinfo(np.int32).max)  # so that sums do not wrap
     return _lengths("cu_seqlens", np.concatenate([[0], np.cumsum(array, dtype=np.int64)]))
 
 

@@ -13,8 +13,8 @@ import torch
 from torch.autograd import forward_ad
 
 from mxattn import capi
-from mxattn.capi import UNSUPPORTED, Plan, Problem, Unsupported, invalid
-from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _options
+from mxattn.capi import Plan, Problem, invalid, unsupported
+from mxattn.frontend import LARGEST_EXPONENT, LOG2_E, _buffers, _checked, _options
 
 _library = torch.library.Library("mxattn", "DEF")
 _MASK_AND_RECIPE = (
@@ -31,6 +31,10 @@ _library.define(
 )
 
 
+INT32_MAX = 2**31 - 1
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 # ---- problems and calls ------------------------------------------------------------------------
 
 
@@ -44,6 +48,9 @@ def _problem(q_shape, k_shape, entries, device, softmax_scale, causal, left, rig
 
 def problem_of(q, k, cu_seqlens_q, *, softmax_scale, causal, window, recipe) -> Problem:
     """The problem of tensors of these shapes on their device."""
+    _same_device(q.device, k=k, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_q.ndim != 1:
+        raise invalid("cu_seqlens_q.shape", tuple(cu_seqlens_q.shape), "(documents + 1,)")
     return _problem(q.shape, k.shape, cu_seqlens_q.shape[0], q.device, softmax_scale, causal,
                     *window, recipe)  # fmt: skip
 
@@ -69,7 +76,9 @@ def _workspace(problem: Problem, device: torch.device) -> torch.Tensor | None:
 
 def _same_device(device: torch.device, **tensors) -> None:
     for name, x in tensors.items():
-        if x is not None and x.device != device:
+        if getattr(x, "device", None) != device:
+            if not isinstance(x, torch.Tensor):
+                raise invalid(name, type(x).__name__, "a torch tensor, as q")
             raise invalid(f"{name}.device", x.device, f"{device}, as q")
 
 
@@ -78,16 +87,20 @@ def call_of(problem: Problem, device, cu_q, cu_k, state, plan, **tensors):
 
     Checks that `tensors`, all others of the call, lie on the device.
     """
-    _same_device(device, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **tensors)
+    _same_device(device, cu_seqlens_q=cu_q, **tensors)
+    if cu_k is not None:
+        _same_device(device, cu_seqlens_k=cu_k)
     block = isinstance(state, torch.Tensor)
     if not block:
-        _same_device(device, **{f"state[{i}]": x for i, x in enumerate(state)})
+        _same_device(device, **{f"state[{i}]": x for i, x in enumerate(_buffers(state))})
     elif state.device != device:
         raise invalid("state.device", state.device, f"{device}, as q")
     elif state.nbytes < problem.state_bytes:
         raise invalid("state.nbytes", state.nbytes, f"at least {problem.state_bytes}")
+    elif not state.is_contiguous():
+        raise invalid("state", "a strided view", "contiguous memory")
     workspace, stream = _workspace(problem, device), _stream(device)
-    if plan is not None and plan.stream != stream:
+    if plan is not None and plan.stream != stream and plan.memory is not None:
         # Else its memory could go to others of its own stream while this one still reads it.
         plan.memory.record_stream(torch.cuda.current_stream(device))
     call = problem.call(
@@ -113,7 +126,11 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plan(token: torch.Tensor | None) -> Plan | None:
-    return None if token is None else Plan.of(token.item())  # a tensor of the CPU
+    if token is None:
+        return None
+    if token.numel() != 1:
+        raise invalid("plan.shape", tuple(token.shape), "that of Plan.token")
+    return Plan.of(token.item())  # a tensor of the CPU
 
 
 def _forward(q, k, v, cu_q, cu_k, plan, softmax_scale, causal, left, right, recipe):
@@ -193,7 +210,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise Unsupported(UNSUPPORTED, "create_graph = True: expected gradients of first order")
+        raise unsupported("create_graph", True, "gradients of first order")
 
 
 def _with_autograd(name: str, function):
@@ -218,7 +235,7 @@ _gradients = _with_autograd("backward", _Gradient)
 
 
 def _no_vmap(info, in_dims, *_):
-    raise Unsupported(UNSUPPORTED, "vmap = a batch: expected tensors; pack documents or use attn")
+    raise unsupported("vmap", "a batch", "tensors; pack documents or use attn")
 
 
 for _name in ("forward", "backward"):
@@ -231,8 +248,11 @@ for _name in ("forward", "backward"):
 def _int32(name: str, cu_seqlens):
     if not isinstance(cu_seqlens, torch.Tensor):
         raise invalid(name, type(cu_seqlens).__name__, "an int32 tensor on the device of q")
+    if cu_seqlens.ndim != 1:
+        raise invalid(f"{name}.shape", tuple(cu_seqlens.shape), "(documents + 1,)")
     if cu_seqlens.dtype == torch.int64:
-        return cu_seqlens.to(torch.int32)
+        # What does not fit becomes what no pack has: it is refused as it would be without reading.
+        return cu_seqlens.clamp(-1, INT32_MAX).to(torch.int32)
     return cu_seqlens
 
 
@@ -249,10 +269,15 @@ def attn_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max
     cu_seqlens_q = _int32("cu_seqlens_q", cu_seqlens_q)
     if cu_seqlens_k is not None:
         cu_seqlens_k = _int32("cu_seqlens_k", cu_seqlens_k)
-    _same_device(q.device, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
-    if plan is not None and plan.token is None:
+    _same_device(q.device, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        _same_device(q.device, cu_seqlens_k=cu_seqlens_k)
+    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.bfloat16) if x.is_floating_point() else x for x in (q, k, v))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != torch.bfloat16:  # the library has no names for all of torch's
+            raise invalid(f"{name}.dtype", x.dtype, "torch.bfloat16, or a float under autocast")
+    if _checked(plan) is not None and plan.token is None:
         raise invalid("plan", "a plan of numpy lengths", "one that make_plan made of tensors")
     options = _options(causal, window_size, softmax_scale, recipe)
     out, lse, _ = torch.ops.mxattn.forward(
@@ -270,6 +295,8 @@ def attn(q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), rec
     heads_q, tokens_q). All else as attn_varlen.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise invalid(name, type(x).__name__, "a torch tensor, as q")
         if x.ndim != 4 or x.shape[0] != q.shape[0]:
             raise invalid(f"{name}.shape", tuple(x.shape), "(batch, tokens, heads, head_dim) as q")
     batch, tokens, heads, _ = q.shape
@@ -293,6 +320,10 @@ def make_plan(cu_seqlens_q, cu_seqlens_k, q_shape, k_shape, options) -> Plan:
     for (name, end), shape in zip(ends.items(), (q_shape, k_shape), strict=True):
         if shape[0] is None and device.type != "cpu":
             raise invalid(f"total_{name}", None, f"the rows of {name}: the lengths lie on a device")
+        if end.shape[0] < 2:
+            raise invalid(f"cu_seqlens_{name}.shape", tuple(end.shape), "(documents + 1,)")
+        if shape[0] is None and end[-1] == INT32_MAX:
+            raise invalid(f"cu_seqlens_{name}[-1]", "2^31 - 1 or more", "fewer tokens")
         shapes.append((int(end[-1]) if shape[0] is None else shape[0], *shape[1:]))
     problem = capi.cached_problem(
         *shapes, cu_q.shape[0] - 1, device=_device_index(device), **options
@@ -318,16 +349,30 @@ def tensor_on(array, device) -> torch.Tensor:
 
 def cu_seqlens_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
     """(documents,) -> (documents + 1,) int32 offsets; values are looked at on the CPU only."""
-    if lengths.ndim != 1 or lengths.numel() == 0 or lengths.is_floating_point():
+    if lengths.ndim != 1 or lengths.numel() == 0 or lengths.dtype not in _INTEGERS:
         found = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
         raise invalid("lengths", found, "integers (documents,)")
-    if lengths.device.type == "cpu" and lengths.min() < 0:
-        raise invalid(f"lengths[{int(lengths.argmin())}]", int(lengths.min()), "at least 0")
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    lengths = lengths.long()
+    ends = lengths.clamp(max=INT32_MAX).cumsum(0)
+    if lengths.device.type == "cpu":
+        if lengths.min() < 0:
+            raise invalid(f"lengths[{int(lengths.argmin())}]", int(lengths.min()), "at least 0")
+        if ends[-1] > INT32_MAX:
+            raise invalid("lengths", f"{int(ends[-1])} or more in all", "less than 2^31 tokens")
+    return torch.nn.functional.pad(ends.clamp(max=INT32_MAX).to(torch.int32), (1, 0))
 
 
 def merge_lse(out_a, lse_a, out_b, lse_b):
-    """mxattn.merge_lse for torch; out of the dtype of out_a."""
+    """mxattn.merge_lse for torch; out of the dtype of out_a.
+
+    Raises Unsupported where out asks for a gradient and lse, as those of attn_varlen, has none: the
+    sum of the gradients of the parts would not be that of the whole (backward_ with merged_lse).
+    """
+    _same_device(out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    for name, x, lse in (("out_a", out_a, lse_a), ("out_b", out_b, lse_b)):
+        if x.requires_grad and not lse.requires_grad and torch.is_grad_enabled():
+            raise unsupported(f"{name}.requires_grad", True,
+                              "False where lse has no gradient; see backward_")  # fmt: skip
     for name, x, like in (("out_b", out_b, out_a), ("lse_b", lse_b, lse_a)):
         if x.shape != like.shape:
             raise invalid(f"{name}.shape", tuple(x.shape), str(tuple(like.shape)))

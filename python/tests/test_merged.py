@@ -188,3 +188,21 @@ def test_what_cannot_be_merged_is_refused():
     with pytest.raises(mxattn.InvalidArgument, match=r"merged_lse\.shape = \(300, 4\): expected"):
         mxattn.backward_(dout, q, k, v, out, lse, state, *grads, cu, merged_lse=lse.T)
     assert not any(np.asarray(x, np.float32).any() for x in grads)
+
+
+def test_gradients_through_a_merge_are_refused_where_they_would_be_wrong():
+    """The part's own backward knows nothing of the weights' dependence on its log-sum-exp."""
+    q, k, v, _ = (Torch("cpu").to(x) for x in inputs(64))
+    cu = torch.tensor([0, TOKENS], dtype=torch.int32)
+    out, lse = mxattn.attn_varlen(q.requires_grad_(), k, v, cu, return_lse=True)
+    constant = out.detach()
+    for parts, name in (((out, lse, constant, lse), "out_a"), ((constant, lse, out, lse), "out_b")):
+        with pytest.raises(
+            mxattn.Unsupported, match=f"{name}.requires_grad = True: expected False"
+        ):
+            mxattn.merge_lse(*parts)
+    with torch.no_grad():
+        mxattn.merge_lse(out, lse, out, lse)
+    mxattn.merge_lse(out, lse.clone().requires_grad_(), constant, lse)  # of who has both
+    with pytest.raises(mxattn.InvalidArgument, match=r"lse_b = ndarray: expected a torch tensor"):
+        mxattn.merge_lse(constant, lse, constant, lse.numpy())

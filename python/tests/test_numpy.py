@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+
 import hypothesis_profile  # noqa: F401
 import mxattn
 import numpy as np
@@ -106,6 +114,57 @@ def test_callers_buffers_forward_and_backward():
         assert same_bits(array, want[name]), name
 
 
+def in_place(**changes):
+    """Runs forward_ and backward_ with other arguments than right ones."""
+    q, k, v = (bf16(x) for x in inputs())
+    given = {"q": q, "k": k, "v": v, "out": np.zeros_like(q), "cu": CU, "merged": None}
+    given |= {"lse": np.zeros((4, 64), np.float32), "state": mxattn.make_state(q, k, CU)}
+    given |= {"dq": np.zeros_like(q), "dk": np.zeros_like(k), "dv": np.zeros_like(v)}
+    x = given | {name: change(given[name]) for name, change in changes.items()}
+    mxattn.forward_(x["q"], x["k"], x["v"], x["out"], x["lse"], x["state"], x["cu"])
+    mxattn.backward_(
+        x["q"], x["q"], x["k"], x["v"], x["out"], x["lse"], x["state"], x["dq"], x["dk"], x["dv"],
+        x["cu"], merged_lse=x["merged"],
+    )  # fmt: skip
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def between_bytes(x):
+    """Rows that begin at every other byte."""
+    memory = np.zeros(2 * x.nbytes, np.uint8).view(x.dtype)
+    strides = (x.strides[0] + 1, *x.strides[1:])
+    return np.lib.stride_tricks.as_strided(memory, x.shape, strides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": list}, r"q = list: expected a numpy array or a torch tensor"),
+        ({"k": lambda _: None}, r"k = NoneType: expected a numpy array, as q"),
+        ({"lse": np.ndarray.tolist}, r"lse = list: expected a numpy array, as q"),
+        ({"cu": lambda _: 64}, r"cu_seqlens_q = int64 of shape \(\): expected integers"),
+        ({"cu": lambda _: None}, r"cu_seqlens_q = object of shape"),
+        ({"v": between_bytes}, r"v\.strides = \(257, 128, 2\): expected multiples of 2 bytes"),
+        ({"out": read_only}, r"out = a read-only array: expected one that can be written"),
+        ({"dk": read_only}, r"dk = a read-only array: expected"),
+        ({"state": lambda s: [*s[:-1], read_only(s[-1])]}, r"state\[8\] = a read-only array"),
+        ({"state": lambda s: [s[0][::-1], *s[1:]]}, r"state\[0\] = a strided view: expected cont"),
+        ({"state": lambda _: 4096}, r"state = int: expected the buffers of make_state"),
+        ({"state": lambda _: None}, r"state = NoneType: expected the buffers of make_state"),
+        ({"state": lambda s: [None, *s[1:]]}, r"state\[0\] = NoneType: expected a numpy array"),
+        ({"merged": lambda _: [[0.0]]}, r"state, merged_lse = 9 buffers, list: expected"),
+    ],
+)
+def test_buffers_of_the_caller_are_checked(changes, message):
+    with pytest.raises(mxattn.InvalidArgument, match=message):
+        in_place(**changes)
+
+
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp8_token"])
 def test_quantize_and_back(recipe, operand):
@@ -120,6 +179,19 @@ def test_quantize_and_back(recipe, operand):
 def test_recipes_that_do_not_quantise_say_so():
     with pytest.raises(mxattn.MxattnError, match="bf16|operand|quantis"):
         mxattn.quantize(inputs()[0], CU, recipe="bf16")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softmax_scale": "x"}, {"softmax_scale": 1j}, {"window_size": (np.inf, 0)},
+        {"backend": None}, {"backend": "cpu\0"}, {"recipe": "\udcff"}, {"device": "cuda"},
+        {"device": 2**32}, {"num_documents": None}, {"k_shape": 5},
+    ],
+)  # fmt: skip
+def test_can_run_never_raises(options):
+    verdict = mxattn.can_run((64, 4, 64), **options)
+    assert not verdict and ": expected" in verdict.reason
 
 
 def test_can_run_and_explain():
@@ -160,7 +232,13 @@ Q, K, V = inputs()
         ((Q, K, V, CU), {"window_size": 5}, r"window_size = 5: expected \(left, right\)"),
         ((Q, K, V, CU), {"window_size": (-2, 0)}, r"window_left = -2"),
         ((Q, K, V, CU), {"window_size": (2**32, 0)}, r"window_left = 4294967296: expected an int"),
+        ((Q, K, V, CU), {"window_size": (1.5, 0)}, r"window_size = \(1\.5, 0\): expected"),
+        ((Q, K, V, CU), {"window_size": (np.inf, 0)}, r"window_size = \(inf, 0\): expected"),
         ((Q, K, V, CU), {"softmax_scale": np.inf}, r"softmax_scale = inf"),
+        ((Q, K, V, CU), {"softmax_scale": "x"}, r"softmax_scale = x: expected a number or None"),
+        ((Q, K, V, CU), {"recipe": "fp8\0x"}, r"recipe = 'fp8\\x00x': expected a name"),
+        ((Q, K, V, CU), {"recipe": "\udcff"}, r"recipe = .*: expected a name"),
+        ((Q, K, V, CU), {"plan": "x"}, r"plan = str: expected what make_plan returned"),
     ],
 )
 def test_errors_name_argument_value_and_expectation(arguments, options, message):
@@ -212,6 +290,8 @@ def test_lengths_are_checked():
         mxattn.cu_seqlens_from_lengths([3, -2])
     with pytest.raises(mxattn.InvalidArgument, match="2147483648"):
         mxattn.cu_seqlens_from_lengths([2**31 - 1, 1])
+    with pytest.raises(mxattn.InvalidArgument, match="cu_seqlens = .*2147483652"):
+        mxattn.cu_seqlens_from_lengths(np.array([5, 2**64 - 1], np.uint64))
 
 
 def test_merged_halves_are_the_whole():
@@ -236,3 +316,65 @@ def test_merging_with_nothing():
     assert (got[1] == 0).all() and np.isneginf(got_lse[0, 1])
     with pytest.raises(mxattn.InvalidArgument, match=r"lse_b\.shape"):
         mxattn.merge_lse(out, lse, out, lse[:, :1])
+
+
+@pytest.mark.parametrize("kind", [mxattn.InvalidArgument, mxattn.Unsupported, mxattn.MxattnError])
+def test_errors_are_made_again_of_their_message(kind):
+    error = kind("x = 1: expected 2")
+    error.status = 3
+    for made in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(made), str(made), made.status) == (kind, str(error), 3)
+    assert type(error)(f"{error} (in layer 3)").status == kind.status
+
+
+# ---- handles of the library --------------------------------------------------------------------
+
+
+def test_copies_of_plans_are_plans():
+    plan = mxattn.make_plan(CU, heads_q=4, heads_k=2, head_dim=64)
+    copies = [copy.copy(plan), copy.deepcopy(plan)]
+    want = mxattn.attn_varlen(Q, K, V, CU, plan=plan)
+    with pytest.raises(TypeError, match="a Plan cannot be pickled"):
+        pickle.dumps(plan)
+    del plan
+    gc.collect()
+    for kept in copies:
+        assert same_bits(mxattn.attn_varlen(Q, K, V, CU, plan=kept), want)
+
+
+def test_copies_of_operands_are_dequantized():
+    quantized = mxattn.quantize(Q, CU, "q")
+    again = copy.deepcopy(quantized)
+    assert same_bits(mxattn.dequantize(again), mxattn.dequantize(quantized))
+
+
+def test_problems_live_until_the_process_ends():
+    """Threads that do not end with the interpreter may be inside calls when it exits."""
+    code = """if True:
+        import atexit
+        atexit.register(lambda: print(call()))  # after whatever the package would do at exit
+        from mxattn import capi
+        problem = capi.cached_problem((9, 2, 64), (9, 2, 64), 1)
+        plan = problem.make_plan(capi.np.array([0, 9], capi.np.int32))
+        before = problem.explanation
+        def call():
+            problem.make_plan(capi.np.array([0, 9], capi.np.int32))
+            return problem.explanation == before
+    """
+    folders = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": folders},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_a_forked_process_has_no_threads_to_wait_for():
+    """Neither after calls of its parent nor for good: the same bits from one thread."""
+    want = mxattn.attn_varlen(Q, K, V, CU, causal=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        same = same_bits(mxattn.attn_varlen(Q, K, V, CU, causal=True), want)
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -334,13 +334,25 @@ Q, K, V, _ = inputs()
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((Q.float(), K, V, CU), {}, r"q\.dtype = f32: expected bf16"),
-        ((Q.half(), K, V, CU), {}, r"q\.dtype = .*: expected bf16"),
+        ((Q.float(), K, V, CU), {}, r"q\.dtype = torch.float32: expected torch.bfloat16"),
+        ((Q, K.half(), V, CU), {}, r"k\.dtype = torch.float16: expected torch.bfloat16"),
+        ((Q.to("meta"), K.to("meta"), V.to("meta"), CU.to("meta")), {}, r"q\.device = meta: exp"),
+        ((Q, None, V, CU), {}, r"k = NoneType: expected a torch tensor, as q"),
+        ((Q, K, V, CU), {"plan": 1}, r"plan = int: expected what make_plan returned"),
         ((Q[0], K, V, CU), {}, r"q\.shape = \(4, 64\): expected \(tokens, heads"),
         ((Q, K, V[:9], CU), {}, r"v\.shape = \(9, 2, 64\): expected"),
         ((Q, K, V, [0, 64]), {}, r"cu_seqlens_q = list: expected an int32 tensor"),
         ((Q, K, V, CU.float()), {}, r"cu_seqlens_q\.dtype = f32: expected i32"),
-        ((Q, K, V, CU[None]), {}, r"cu_seqlens_q\.rank|num_documents"),
+        ((Q, K, V, CU[None]), {}, r"cu_seqlens_q\.shape = \(1, 5\): expected"),
+        ((Q, K, V, CU.long() + 2**32), {}, r"cu_seqlens_q\[0\] = 2147483647: expected 0"),
+        ((Q, K, V, torch.tensor([0, 2**32 + 64])), {}, r"cu_seqlens_q\[1\] = 2147483647: expected"),
+        (
+            (Q, K, V, torch.tensor([0, 64 - 2**32])),
+            {},
+            r"cu_seqlens_q\[1\] = -1: expected at least",
+        ),
+        ((Q, K, V, CU, torch.tensor([0, 5, 5, 45, 2**32])), {}, r"cu_seqlens_k\[4\] = 2147483647"),
+        ((Q, K, V, CU[0]), {}, r"cu_seqlens_q\.shape = \(\): expected \(documents \+ 1,\)"),
         ((Q, K, V, CU + 1), {}, r"cu_seqlens_q\[0\] = 1: expected 0"),
         ((Q, K, V, CU, CU[:2]), {}, r"cu_seqlens_k\.shape"),
         ((Q, K, V, CU), {"recipe": "int3"}, r'recipe = "int3": expected one of fp8'),
@@ -361,6 +373,75 @@ def test_tensors_of_other_devices_are_refused_before_they_are_read():
     state[1] = state[1].to("meta")
     with pytest.raises(mxattn.InvalidArgument, match=r"state\[1\]\.device = meta"):
         mxattn.forward_(Q, K, V, out, lse, state, CU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_autocast_takes_floats_only(dtype):
+    with torch.autocast("cpu"), pytest.raises(mxattn.InvalidArgument, match=f"k.dtype = {dtype}"):
+        mxattn.attn_varlen(Q, K.to(dtype), V, CU)
+
+
+@pytest.mark.parametrize(
+    ("cu", "message"),
+    [
+        (torch.tensor([0, 2**32 + 5]), r"cu_seqlens_q\[-?1\] = .* expected"),
+        (CU[:0], r"cu_seqlens_q\.shape = \(0,\): expected \(documents \+ 1,\)"),
+        (CU[None], r"cu_seqlens_q\.shape = \(1, 5\): expected \(documents \+ 1,\)"),
+    ],
+)
+def test_lengths_of_a_plan_are_checked(cu, message):
+    for total in (None, 64):
+        with pytest.raises(mxattn.InvalidArgument, match=message):
+            mxattn.make_plan(cu, heads_q=4, head_dim=64, total_q=total, total_k=total)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (
+            [2**31 - 1, 2**31 - 1, 5],
+            r"lengths = 4294967299 or more in all: expected less than 2\^31",
+        ),
+        ([2**32, 5], r"lengths = 2147483652 or more in all: expected less"),
+        ([2**63 - 1, 2**63 - 1, 5], r"lengths = 4294967299 or more in all: expected less"),
+        ([5, -1], r"lengths\[1\] = -1: expected at least 0"),
+        ([True, True], r"lengths = torch.bool of shape \(2,\): expected integers"),
+        ([1j], r"lengths = torch.complex64 of shape \(1,\): expected integers"),
+    ],
+)
+def test_lengths_do_not_wrap(lengths, message):
+    with pytest.raises(mxattn.InvalidArgument, match=message):
+        mxattn.cu_seqlens_from_lengths(torch.tensor(lengths))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": array}, r"k = ndarray: expected a torch tensor, as q"),
+        ({"lse": lambda _: None}, r"lse = NoneType: expected a torch tensor, as q"),
+        ({"cu": torch.Tensor.tolist}, r"cu_seqlens_q = list: expected a torch tensor"),
+        ({"cu": lambda cu: cu[0]}, r"cu_seqlens_q\.shape = \(\): expected \(documents \+ 1,\)"),
+        (
+            {"state": lambda _: torch.zeros(1, dtype=torch.uint8).expand(10**6)},
+            r"state = a strided",
+        ),
+        ({"state": lambda s: [s[0][:1].expand(s[0].shape), *s[1:]]}, r"state\[0\] = a strided"),
+        ({"state": lambda _: 4096}, r"state = int: expected the buffers of make_state"),
+        ({"state": lambda s: [array(s[-1]), *s[1:]]}, r"state\[0\] = ndarray: expected a torch"),
+        ({"merged": array}, r"merged_lse = ndarray: expected Tensor, as state"),
+        ({"merged": lambda m: m, "state": lambda s: s[-1]}, r"state = Tensor: expected"),
+    ],
+)
+def test_buffers_of_the_caller_are_checked(changes, message):
+    x = {"k": K, "out": torch.empty_like(Q), "lse": torch.zeros(4, 64), "cu": CU}
+    x |= {"state": mxattn.make_state(Q, K, CU), "merged": torch.zeros(4, 64)}
+    x |= {name: change(x[name]) for name, change in changes.items()}
+    grads = [torch.empty_like(like) for like in (Q, K, V)]
+    with pytest.raises(mxattn.InvalidArgument, match=message):
+        if "merged" not in changes:
+            mxattn.forward_(Q, x["k"], V, x["out"], x["lse"], x["state"], x["cu"])
+        mxattn.backward_(Q, Q, K, V, x["out"], x["lse"], x["state"], *grads, CU,
+                         merged_lse=x["merged"])  # fmt: skip
 
 
 def test_helpers_agree_with_numpy(device):

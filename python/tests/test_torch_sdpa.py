@@ -230,6 +230,20 @@ def test_two_recipes_under_two_names():
         registry.restore_flash_attention_impl()
 
 
+def test_a_recipe_activated_before_the_backward_is_refused():
+    """Its state lies as that of the recipe of the forward, and means something else."""
+    hooks.register("mxattn_token", recipe="mxfp8_token")
+    q, k, v = dense(heads_k=4)
+    try:
+        registry.activate_flash_attention_impl(NAME)
+        out = sdpa(q, k, v, is_causal=True)
+        registry.activate_flash_attention_impl("mxattn_token")
+        with pytest.raises(mxattn.Unsupported, match="logsumexp = .* of another recipe"):
+            out.sum().backward()
+    finally:
+        registry.restore_flash_attention_impl()
+
+
 # ---- what is refused ---------------------------------------------------------------------------
 
 

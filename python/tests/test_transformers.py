@@ -262,6 +262,20 @@ def gradients(model, ids, **options):
     return {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
+@pytest.mark.parametrize("told", ["padding", "position_ids"])
+def test_training_after_an_evaluation_on_the_same_batch(told):
+    """What was read of positions in inference mode serves autograd too."""
+    model, ids = tiny(), tokens(1, 64)
+    options = {"position_ids": positions()}
+    if told == "padding":
+        options = {"attention_mask": torch.cat([torch.zeros(1, 9), torch.ones(1, 55)], 1).long()}
+    with torch.inference_mode():
+        model(ids, use_cache=False, **options)
+    got = gradients(model, ids, **options)
+    fresh = gradients(model, ids, **{name: x.clone() for name, x in options.items()})
+    assert all(torch.equal(got[name], x) for name, x in fresh.items())
+
+
 def test_gradients_near_those_of_torch():
     model, ids = tiny(dtype=torch.float32), tokens(1, 64)
     got = gradients(model, ids, position_ids=positions())
@@ -320,8 +334,10 @@ def test_compiled(told):
 def test_names_and_recipes():
     with pytest.raises(mxattn.InvalidArgument, match=r"recipe = 'int3': expected one of fp8"):
         hooks.register(recipe="int3")
-    for name in ("", "sdpa", "my_flash", "org/mxattn"):
-        with pytest.raises(mxattn.InvalidArgument, match=rf"name = '{name}': expected a name"):
+    with pytest.raises(mxattn.InvalidArgument, match=r"recipe = .*: expected one of fp8"):
+        hooks.register(recipe=["fp8"])
+    for name in ("", "sdpa", "my_flash", "org/mxattn", 5, None):
+        with pytest.raises(mxattn.InvalidArgument, match=rf"name = {name!r}: expected a name"):
             hooks.register(name)
 
 
@@ -351,6 +367,40 @@ def test_restarts_under_padding_are_refused():
         logits(tiny(), tokens(1, 64), attention_mask=keep, position_ids=positions())
     with pytest.raises(mxattn.InvalidArgument, match="None beside cu_seq_lens_q"):
         logits(tiny(), tokens(1, 64), attention_mask=keep, **flash_kwargs())
+
+
+def test_restarts_under_padding_are_refused_whatever_went_before():
+    """The mask is read once for all layers, and so are positions: not those of another call."""
+    x = torch.randn(2, 2, 16, 64)
+    keep = torch.ones(2, 16, dtype=torch.bool)
+    keep[:, :2] = False
+    rising = torch.arange(16).expand(2, 16)
+    packed = torch.cat([torch.arange(9), torch.arange(7)])
+    layer = torch.nn.Identity()
+    for before in (None, rising):
+        hooks.forward(layer, x, x, x, keep, position_ids=before)
+        for positions in (packed.expand(2, 16), packed[None]):
+            with pytest.raises(mxattn.InvalidArgument, match="position_ids = documents that rest"):
+                hooks.forward(layer, x, x, x, keep, position_ids=positions)
+    changed = rising.clone()
+    hooks.forward(layer, x, x, x, keep, position_ids=changed)
+    changed[:, 9:] -= 9
+    with pytest.raises(mxattn.InvalidArgument, match="position_ids = documents that restart"):
+        hooks.forward(layer, x, x, x, keep, position_ids=changed)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_restarts_behind_a_cache_are_refused(padded):
+    """Whether the tokens of the cache belong to the first document is said nowhere."""
+    keys, positions = torch.randn(1, 2, 24, 64), torch.tensor([[8, 9, 10, 0, 1, 2, 3, 4]])
+    keep = None
+    if padded:
+        keep = torch.ones(1, 24, dtype=torch.bool)
+        keep[:, 0] = False
+    layer, queries = torch.nn.Identity(), keys[:, :, -8:]
+    hooks.forward(layer, queries, keys, keys, keep, position_ids=torch.arange(8, 16)[None])
+    with pytest.raises(mxattn.InvalidArgument, match="position_ids = documents that restart"):
+        hooks.forward(layer, queries, keys, keys, keep, position_ids=positions)
 
 
 def test_sinks_are_refused():

@@ -1,5 +1,7 @@
 #include "api/calls.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <span>
@@ -22,6 +24,17 @@ using kernels::Bf16Bits;
 
 constexpr const char* kQueryShape = "(total_q, heads_q, head_dim)";
 constexpr const char* kKeyShape = "(total_k, heads_k, head_dim)";
+
+/// Threads that a call may use, at most `wanted`. OpenMP keeps the team of a thread and waits for
+/// it in the next call. A process forked from such a thread has no team to wait for, so that it
+/// would wait for ever: there the thread works alone. Results are the same.
+int usable_threads(int wanted) {
+  static thread_local pid_t process_of_team = 0;
+  if (wanted <= 1) return wanted;
+  const pid_t process = getpid();
+  if (process_of_team == 0) process_of_team = process;
+  return process_of_team == process ? wanted : 1;
+}
 
 /// One call while it is being checked. Nothing is written before begin() has returned.
 class Checker {
@@ -86,6 +99,7 @@ class Checker {
     }
     regions_.check();
     kernel.pack = &pack();
+    kernel.threads = usable_threads(kernel.threads);
     if (lists_ != nullptr and lists_->planned) kernel.plans = &lists_->plans;
     return kernel;
   }

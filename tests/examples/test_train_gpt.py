@@ -77,6 +77,10 @@ def test_packs_hold_every_document_apart(example, text):
         (["--steps", "0"], "--steps 0: expected at least 1"),
         (["--head-dim", "48"], "--head-dim 48: expected an even divisor of --width 64"),
         (["--tokens", "1000000"], "bytes, expected"),
+        (["--lr", "nan"], "--lr nan: expected a positive number"),
+        (["--lr", "-1"], "--lr -1.0: expected a positive number"),
+        (["--json", "/nowhere/run.json"], "--json /nowhere/run.json: expected a file in a folder"),
+        (["--text", "/dev/null"], "--text /dev/null: no such file"),
     ],
 )
 def test_wrong_options_are_named(example, text, capsys, change, says):
@@ -117,6 +121,18 @@ def test_runs_are_compared(example, text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare.main([str(path) for path in paths])
     assert "seed = 2: expected 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "", "[", "[1]", "{}", '{"options": {}}'])
+def test_files_that_are_no_runs_are_named(example, tmp_path, capsys, content):
+    compare = load("compare_runs")
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([str(path)])
+    said = "No such file" if content is None else "expected what train_gpt.py --json wrote"
+    assert f"compare_runs: {path}: {said}" in capsys.readouterr().err
 
 
 def test_training_goes_on_without_tqdm_and_matplotlib(example, text, tmp_path, capsys, monkeypatch):

@@ -12,7 +12,8 @@ docs/integrations.md says what is refused.
 from __future__ import annotations
 
 import mxattn
-from mxattn.integrations.tensors import as_wide_as, checked_recipe, invalid, rounded, unsupported
+from mxattn.capi import invalid, unsupported
+from mxattn.integrations.tensors import as_wide_as, checked_recipe, rounded
 
 try:
     from megatron.core.transformer.enums import AttnMaskType

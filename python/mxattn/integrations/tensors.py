@@ -5,36 +5,14 @@ from __future__ import annotations
 import torch
 
 from mxattn import capi
-from mxattn.capi import INVALID_ARGUMENT, UNSUPPORTED, InvalidArgument, Unsupported
+from mxattn.capi import invalid, unsupported
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Wrong(InvalidArgument):
-    """InvalidArgument, made of its message alone: hosts make an error again with more text."""
-
-    def __init__(self, message: str):
-        super().__init__(INVALID_ARGUMENT, message)
-
-
-class Refused(Unsupported):
-    """Unsupported, made of its message alone."""
-
-    def __init__(self, message: str):
-        super().__init__(UNSUPPORTED, message)
-
-
-def invalid(argument: str, value, expectation: str) -> InvalidArgument:
-    return Wrong(f"{argument} = {value}: expected {expectation}")
-
-
-def unsupported(argument: str, value, expectation: str) -> Unsupported:
-    return Refused(f"{argument} = {value}: expected {expectation}")
-
-
 def checked_recipe(recipe: str) -> str:
     """recipe, where there is one of that name: later, the error would come from inside a model."""
-    if recipe not in capi.recipes():
+    if recipe not in list(capi.recipes()):
         raise invalid("recipe", repr(recipe), f"one of {', '.join(capi.recipes())}")
     return recipe
 

@@ -15,11 +15,14 @@ that comes here and cannot run raises. Restore after the last backward.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 import mxattn
 import mxattn.torch as front
-from mxattn.integrations.tensors import checked_recipe, rounded, unsupported
+from mxattn.capi import unsupported
+from mxattn.integrations.tensors import checked_recipe, rounded
 
 
 def register(name: str = "mxattn", *, recipe: str = "fp8") -> str:
@@ -180,22 +183,28 @@ def _starts(query, key, cum_seq_q, cum_seq_k):
 
 # NOTE: The operators have no output for the state that the forward leaves to the backward, but
 # torch hands the log-sum-exp from one to the other, and with it its memory. So the state lies
-# behind it: [log-sum-exp | to a multiple of 256 bytes | state | one byte]. The one byte makes the
-# size odd, which that of no copy of a log-sum-exp is. A copy has lost the state; then the forward
-# is repeated, with the same bits. Ring attention hands over log-sum-exps of more keys than these:
-# they are told from copies by their bits and refused, as the backward could not honour them.
+# behind it: [log-sum-exp | to a multiple of 256 bytes | state | tail]. The tail makes the size odd,
+# which that of no copy of a log-sum-exp is, and its length tells the recipe: another may have been
+# activated since. Where the state is lost, the forward is repeated, with the same bits. Ring
+# attention hands over log-sum-exps of more keys than these: they are told from copies by their bits
+# and refused, as the backward could not honour them.
 
 
 def _behind(lse_numel: int) -> int:
     return -(-4 * lse_numel // 256) * 256
 
 
-def _state_of(lse: torch.Tensor, problem) -> torch.Tensor | None:
+@functools.cache
+def _tail(recipe: str) -> int:
+    return 1 + 2 * list(mxattn.recipes()).index(recipe)
+
+
+def _state_of(lse: torch.Tensor, problem, recipe: str) -> torch.Tensor | None:
     memory, behind = lse.untyped_storage(), _behind(lse.numel())
-    if lse.storage_offset() or memory.nbytes() != behind + problem.state_bytes + 1:
+    if lse.storage_offset() or memory.nbytes() != behind + problem.state_bytes + _tail(recipe):
         return None
     block = torch.empty(0, dtype=torch.uint8, device=lse.device)
-    return block.set_(memory, 0, (memory.nbytes(),), (1,))[behind:-1]
+    return block.set_(memory, 0, (memory.nbytes(),), (1,))[behind : -_tail(recipe)]
 
 
 def _forward(query, key, value, cum_seq_q, cum_seq_k, how, lse_order=(0, 1, 2)):
@@ -206,13 +215,14 @@ def _forward(query, key, value, cum_seq_q, cum_seq_k, how, lse_order=(0, 1, 2)):
     problem = front.problem_of(q, k, cu_q, **how)
     size = 4 * q.shape[0] * q.shape[1]
     behind = _behind(size // 4)
-    block = torch.empty(behind + problem.state_bytes + 1, dtype=torch.uint8, device=q.device)
+    tail = _tail(how["recipe"])
+    block = torch.empty(behind + problem.state_bytes + tail, dtype=torch.uint8, device=q.device)
     lse = block[:size].view(torch.float32)
     out, packed = torch.empty(q.shape, dtype=q.dtype, device=q.device), lse.view(q.shape[1], -1)
     dense = query.ndim == 4
     if dense:
         packed = torch.empty_like(packed)
-    _call(mxattn.forward_, q, k, v, out, packed, block[behind:-1], cu_q, cu_k, how)
+    _call(mxattn.forward_, q, k, v, out, packed, block[behind:-tail], cu_q, cu_k, how)
     if not dense:
         return out.to(query.dtype), packed
     batch, tokens, heads, _ = query.shape
@@ -227,7 +237,7 @@ def _backward(grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, how):
     q, k, v = (_rows(x) for x in rounded(query, key, value))
     cu_q, cu_k = _starts(query, key, cum_seq_q, cum_seq_k)
     problem = front.problem_of(q, k, cu_q, **how)
-    state = _state_of(lse, problem)
+    state = _state_of(lse, problem, how["recipe"])
     if lse.ndim == 3:
         lse = lse.transpose(0, 1).reshape(q.shape[1], -1)
     o, lse = _rows(out.bfloat16()), lse.contiguous()
@@ -236,7 +246,8 @@ def _backward(grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, how):
         o, own = torch.empty_like(o), torch.empty_like(lse)
         _call(mxattn.forward_, q, k, v, o, own, state, cu_q, cu_k, how)
         if not torch.equal(own.view(torch.int32), lse.view(torch.int32)):
-            raise unsupported("logsumexp", "that of other keys", "what the forward returned")
+            raise unsupported("logsumexp", "that of other keys or of another recipe",
+                              "what the forward returned")  # fmt: skip
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     _call(mxattn.backward_, _rows(grad_out.bfloat16()), q, k, v, o, lse, state, *gradients, cu_q,
           cu_k, how)  # fmt: skip

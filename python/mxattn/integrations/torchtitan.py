@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mxattn
-from mxattn.integrations.tensors import as_wide_as, checked_recipe, invalid, rounded, unsupported
+from mxattn.capi import invalid, unsupported
+from mxattn.integrations.tensors import as_wide_as, checked_recipe, rounded
 
 try:
     import spmd_types

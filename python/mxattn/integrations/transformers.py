@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 
 import mxattn
-from mxattn.integrations.tensors import as_wide_as, checked_recipe, invalid, rounded, unsupported
+from mxattn.capi import invalid, unsupported
+from mxattn.integrations.tensors import as_wide_as, checked_recipe, rounded
 
 # Arguments with which some models change the scores or want more than the output.
 _REFUSED = (
@@ -59,7 +60,7 @@ def register(name: str = "mxattn", *, recipe: str = "fp8") -> str:
         # Older ones ask for masks with other arguments.
         raise ImportError(f"transformers.__version__ = {transformers.__version__}: expected >= 5.4")
     special = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
-    if not name or any(part in name for part in special):
+    if not isinstance(name, str) or not name or any(part in name for part in special):
         raise invalid("name", repr(name), f"a name without {', '.join(special)}")
     checked_recipe(recipe)
 
@@ -111,6 +112,8 @@ def forward(module, query, key, value, attention_mask, *, recipe="fp8", dropout=
         cu_seqlens = _documents(position_ids, q.shape[:2])
         out = _packed(q, k, v, cu_seqlens, None, how)
     else:
+        if position_ids is not None and 1 < q.shape[1] < k.shape[1]:
+            _refuse_restarts_behind_keys(position_ids)
         out = mxattn.attn(q, k, v, **how)
     return out[..., :value_dim].to(dtype), None
 
@@ -176,18 +179,19 @@ def _packed(q, k, v, cu_q, cu_k, how) -> torch.Tensor:
     return mxattn.attn_varlen(*rows, cu_q, cu_k, **how).view(q.shape)
 
 
-def _once(tensor: torch.Tensor, key: tuple, make):
+def _once(tensor: torch.Tensor, key: tuple, make, beside: torch.Tensor | None = None):
     """make(), kept with the tensor while that is unchanged: all layers are given the same one.
 
-    Making reads values, which waits for a device; this way once a step.
+    Making reads values, also those of `beside`, which waits for a device; this way once a step.
     """
-    if tensor.is_inference():  # has no version
+    if any(x is not None and x.is_inference() for x in (tensor, beside)):  # has no version
         return make()
-    key = (tensor._version, *key)
+    key = (tensor._version, None if beside is None else beside._version, *key)
     known = getattr(tensor, "_mxattn", None)
-    if known is None or known[0] != key:
-        tensor._mxattn = known = (key, make())
-    return known[1]
+    if known is None or known[0] != key or known[1] is not beside:
+        with torch.inference_mode(False):  # else training could not use it after an evaluation
+            tensor._mxattn = known = (key, beside, make())
+    return known[2]
 
 
 @torch.compiler.disable
@@ -224,15 +228,15 @@ def _unpadded(q, k, v, attention_mask, position_ids, how) -> torch.Tensor:
     def make():
         keys = attention_mask.bool()
         queries = keys[:, -q.shape[1] :] if among_keys else keys.new_ones(q.shape[:2])
-        if position_ids is not None and position_ids.shape == keys.shape == q.shape[:2]:
-            _refuse_restarts(position_ids, keys)
+        if position_ids is not None and (among_keys or q.shape[:2] == keys.shape):
+            _refuse_restarts(position_ids, keys[:, -q.shape[1] :])
         chosen = []
         for kept in (queries, keys):
             chosen.append(kept.flatten().nonzero().flatten())
             chosen.append(mxattn.cu_seqlens_from_lengths(kept.sum(1)))
         return chosen
 
-    at, cu_q, picked, cu_k = _once(attention_mask, (*q.shape[:2], among_keys), make)
+    at, cu_q, picked, cu_k = _once(attention_mask, (*q.shape[:2], among_keys), make, position_ids)
     out = mxattn.attn_varlen(q.flatten(0, 1)[at], k.flatten(0, 1)[picked],
                              v.flatten(0, 1)[picked], cu_q, cu_k, **how)  # fmt: skip
     rows = out.new_zeros((q.shape[0] * q.shape[1], *out.shape[1:]))
@@ -241,7 +245,21 @@ def _unpadded(q, k, v, attention_mask, position_ids, how) -> torch.Tensor:
 
 def _refuse_restarts(position_ids, keys) -> None:
     """Positions that fall among the tokens kept: packed documents, which a mask does not tell."""
+    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, keys.shape[0]):
+        return
+    if position_ids.shape[1] != keys.shape[1]:
+        return
+    position_ids = position_ids.expand(keys.shape)
     kept = position_ids.masked_fill(~keys, torch.iinfo(position_ids.dtype).max)
     falls = (kept.flip(1).cummin(1).values.flip(1) < position_ids) & keys
     if falls.any():
         raise invalid("position_ids", "documents that restart", "no mask with padding beside")
+
+
+@torch.compiler.disable
+def _refuse_restarts_behind_keys(position_ids) -> None:
+    """Documents among queries behind earlier keys: whose the earlier ones are is not said."""
+    if position_ids.ndim == 2:
+        restarts = _once(position_ids, ("behind",), lambda: bool((position_ids.diff() != 1).any()))
+        if restarts:
+            raise invalid("position_ids", "documents that restart", "one document behind a cache")
