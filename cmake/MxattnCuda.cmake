@@ -34,9 +34,11 @@ elseif(MXATTN_CUDA)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     set(CMAKE_CUDA_EXTENSIONS OFF)
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+    # By its own first line: the Python of ./dev test is another one than that of ./dev demo, and
+    # another command would compile everything again.
     find_package(Python3 3.10 REQUIRED COMPONENTS Interpreter)
     set(CMAKE_CUDA_COMPILER_LAUNCHER
-        ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/check_cuda_build --keep
+        ${PROJECT_SOURCE_DIR}/tools/check_cuda_build --keep
         ${CMAKE_CUDA_COMPILER_LAUNCHER})
     set(MXATTN_HAS_CUDA TRUE)
   elseif(MXATTN_CUDA STREQUAL "AUTO")
