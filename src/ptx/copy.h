@@ -91,11 +91,6 @@ __device__ __forceinline__ void copy_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/// Waits for all of the thread's copy_async. PTX ISA 9.7.9.25.3.3 cp.async.wait_all.
-__device__ __forceinline__ void copy_async_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
 /// Lets a grid that depends on this one start. PTX ISA 9.7.13.13 griddepcontrol.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

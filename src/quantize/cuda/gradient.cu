@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
     LaneRows<L> values;
     int exponents[L::kPasses];
-    wait_for_rows<1>();
+    ptx::copy_async_wait_group<1>();
     take_rows<L>(shared.rows, values);
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     encode_rows<L>(values, exponents, 1.0f, slot,
                    args.g.codes + (head_slots + first_slot) * L::kDim, present, true, shared.codes);
     fetch_gradients(next);
-    wait_for_rows<1>();
+    ptx::copy_async_wait_group<1>();
     __syncwarp();  // the lanes' parts of O are there
 
     const std::int64_t row = head_slots + first_slot + slot;

@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
       if (lane == 0) shared.beyond[i % 2][warp] = maximum;
     }
     RowBuffer<L>& rows = shared.rows[i % kBuffers];
-    wait_for_rows<kBuffers - 1>();
+    ptx::copy_async_wait_group<kBuffers - 1>();
     if (args.rotate) {
       take_rotated_rows<L>(rows, work.values);
     } else {

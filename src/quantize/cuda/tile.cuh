@@ -205,17 +205,6 @@ __device__ __forceinline__ void unpack(const uint4& unit, float* values) {
   }
 }
 
-/// Waits for what the lane fetched. kLater groups of copies asked for after it may stay on their
-/// way.
-template <unsigned kLater = 0>
-__device__ __forceinline__ void wait_for_rows() {
-  if constexpr (kLater == 0) {
-    ptx::copy_async_wait_all();
-  } else {
-    ptx::copy_async_wait_group<kLater>();
-  }
-}
-
 /// What RowBuffer::fetch() brought.
 template <class L>
 __device__ __forceinline__ void take_rows(RowBuffer<L>& buffer, LaneRows<L>& values) {
