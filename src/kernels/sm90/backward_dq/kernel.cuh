@@ -18,6 +18,7 @@
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/tile_facts.h"
 #include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
@@ -58,8 +59,8 @@ struct alignas(1024) SharedStorage {
   // overwritten twice as many blocks on as there are stages, which needs block t + 1 to be over.
   alignas(16) std::int8_t ek[2 * Config::kStages][kKeyTile];
   alignas(16) std::int8_t ev[2 * Config::kStages][kKeyTile];
-  // 64 queries x d in FP32 a warpgroup: promotions on their way to L2, or sums. In the epilogue
-  // BF16 rows, each warp its own 16 in its part.
+  // 64 queries x d in FP32 a warpgroup: sums. In the epilogue BF16 rows, each warp its own
+  // 16 in its part.
   float4 sums[Config::kConsumers][Config::kFloat4s];
   RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
   Work work[kWorkSlots];            // items at hand and ahead
@@ -69,25 +70,16 @@ struct alignas(1024) SharedStorage {
   tile::RingBarriers<Config::kStages> operand_ring;
 };
 
-/// What the phase of a key tile wants to know, in one word: EK and EV of its first key, whether
-/// something rare is due before it, how it goes in each warpgroup, and where its exponents lie.
-struct TileFacts {
-  static constexpr std::uint32_t kExponents = 0xFFFFu;
+/// EK and EV of a key tile's first key, whether something rare is due before its phase, how that
+/// goes in each warpgroup, and where the tile's exponents lie.
+struct TileFacts : TileFactsBase {
   // A chunk may begin, a promotion be due, or EK and EV are others than in the tile before.
   static constexpr std::uint32_t kRare = 1u << 16;
 
   __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, Phase phase0,
                                                        Phase phase1, int slot) {
-    return static_cast<std::uint8_t>(ek) |
-           static_cast<std::uint32_t>(static_cast<std::uint8_t>(ev)) << 8 |
-           static_cast<std::uint32_t>(phase0) << 17 | static_cast<std::uint32_t>(phase1) << 19 |
-           static_cast<std::uint32_t>(slot) << 21;
-  }
-  __device__ __forceinline__ static std::int8_t ek(std::uint32_t facts) {
-    return static_cast<std::int8_t>(facts & 0xFFu);
-  }
-  __device__ __forceinline__ static std::int8_t ev(std::uint32_t facts) {
-    return static_cast<std::int8_t>((facts >> 8) & 0xFFu);
+    return exponents(ek, ev) | static_cast<std::uint32_t>(phase0) << 17 |
+           static_cast<std::uint32_t>(phase1) << 19 | static_cast<std::uint32_t>(slot) << 21;
   }
   __device__ __forceinline__ static Phase phase(std::uint32_t facts, int consumer) {
     return static_cast<Phase>((facts >> (17 + 2 * consumer)) & 3u);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/numeric.h"
+#include "kernels/sm90/tile_facts.h"
 #include "pack/pack.h"
 #include "recipe/stages.h"
 
@@ -47,23 +48,11 @@ struct TileScope {
   }
 };
 
-/// What every step of a key tile wants to know, in one word: the exponents that leave its loop and
-/// how the step of each warpgroup goes. EK is 0 where factors of keys hold it; EV is the largest of
-/// the tile.
-struct TileFacts {
-  static constexpr std::uint32_t kExponents = 0xFFFFu;
-
-  __device__ __forceinline__ static std::uint32_t exponents(int ek, int ev) {
-    return (static_cast<std::uint32_t>(ek) & 0xFFu) | (static_cast<std::uint32_t>(ev) & 0xFFu) << 8;
-  }
+/// The exponents that leave the loop of a key tile's steps, and how the step of each warpgroup
+/// goes. EK is 0 where factors of keys hold it; EV is the largest of the tile.
+struct TileFacts : TileFactsBase {
   __device__ __forceinline__ static std::uint32_t step_bits(int consumer, Step step) {
     return static_cast<std::uint32_t>(step) << (16 + 3 * consumer);
-  }
-  __device__ __forceinline__ static std::int8_t ek(std::uint32_t facts) {
-    return static_cast<std::int8_t>(facts & 0xFFu);
-  }
-  __device__ __forceinline__ static std::int8_t ev(std::uint32_t facts) {
-    return static_cast<std::int8_t>((facts >> 8) & 0xFFu);
   }
   __device__ __forceinline__ static Step step(std::uint32_t facts, int consumer) {
     return static_cast<Step>((facts >> (16 + 3 * consumer)) & 7u);
