@@ -3,6 +3,8 @@
 // with Problem::sm90_accumulator. For tests only.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -148,6 +150,16 @@ inline std::vector<float> finished(const AttentionCase& test, std::vector<float>
 inline int plain_bits(std::uint16_t bits) {
   if ((bits & 0x7fff) > 0x7f80) return 0x7fff;
   return (bits & 0x7fff) == 0 ? 0 : bits;
+}
+
+/// A written BF16 row against the reference's.
+inline void expect_row(const char* what, const std::uint16_t* got, const std::vector<float>& want,
+                       int token) {
+  for (std::size_t c = 0; c < want.size(); ++c) {
+    ASSERT_EQ(plain_bits(got[c]), plain_bits(float_to_bf16(want[c])))
+        << what << " of token " << token << ", channel " << c << ": " << bf16_to_float(got[c])
+        << " against " << want[c];
+  }
 }
 
 /// The largest of f(t) over [begin, end).

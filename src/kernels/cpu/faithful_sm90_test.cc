@@ -34,15 +34,6 @@ bool is_uneven(const std::vector<std::int8_t>& exponents, int tile) {
   return false;
 }
 
-void expect_row(const char* what, const std::uint16_t* got, const std::vector<float>& want,
-                int token) {
-  for (std::size_t c = 0; c < want.size(); ++c) {
-    ASSERT_EQ(plain_bits(got[c]), plain_bits(float_to_bf16(want[c])))
-        << what << " of token " << token << ", channel " << c << ": " << bf16_to_float(got[c])
-        << " against " << want[c];
-  }
-}
-
 /// Runs the case and compares all it wrote.
 Exercised expect_reference(const AttentionCase& test) {
   const CaseSpec& spec = test.spec();
