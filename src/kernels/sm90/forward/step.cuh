@@ -14,6 +14,7 @@
 
 namespace mxattn::kernels::sm90::forward {
 
+inline constexpr std::uint32_t kStepK32 = tile::kDescriptorStepK32;
 inline constexpr int kNoUnit = -1000;               // no byte
 inline constexpr std::uint32_t kNoFacts = 0x8080u;  // exponents that no token has
 
@@ -102,12 +103,12 @@ template <class Config>
 __device__ __forceinline__ void issue_scores(float (&s)[64], std::uint32_t q_low,
                                              std::uint32_t k_low) {
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
-  const std::uint64_t q = RowLayout<Config>::whole(q_low);
-  const std::uint64_t k = RowLayout<Config>::whole(k_low);
-  Scores::fresh_ss(s, q, k);
+  Scores::fresh_ss(s, RowLayout<Config>::whole(q_low), RowLayout<Config>::whole(k_low));
 #pragma unroll
   for (int step = 1; step < Config::kDim / stages::kMmaDepth; ++step) {
-    Scores::add_ss(s, q + step * tile::kDescriptorStepK32, k + step * tile::kDescriptorStepK32);
+    // Sums of lower halves: a carry into the constant upper one would cost its registers.
+    Scores::add_ss(s, RowLayout<Config>::whole(q_low + step * kStepK32),
+                   RowLayout<Config>::whole(k_low + step * kStepK32));
   }
   ptx::wgmma_commit_group();
 }
@@ -118,8 +119,8 @@ __device__ __forceinline__ void issue_values(float (&t)[kPartials], const std::u
                                              const KeyTile& tile, int quarter) {
   using Values = ptx::WgmmaE4m3<2 * kPartials>;
   const std::uint64_t v =
-      ValueLayout<Config>::whole(tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit) +
-      quarter * tile::kDescriptorStepK32;
+      ValueLayout<Config>::whole(tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit +
+                                 quarter * kStepK32);
   ptx::wgmma_fence();
   if (quarter == 0) {
     Values::fresh_rs(t, codes, v);
@@ -135,8 +136,8 @@ __device__ __forceinline__ void issue_sums(float (&sums)[4], const std::uint32_t
                                            const KeyTile& tile, int quarter) {
   using Ones = ptx::WgmmaE4m3<8>;
   const std::uint64_t ones =
-      ValueLayout<Config>::whole(tile.low + 2 * kKeyTile * Config::kDim / tile::kDescriptorUnit) +
-      quarter * tile::kDescriptorStepK32;
+      ValueLayout<Config>::whole(tile.low + 2 * kKeyTile * Config::kDim / tile::kDescriptorUnit +
+                                 quarter * kStepK32);
   ptx::wgmma_fence();
   if (quarter == 0) {
     Ones::fresh_rs(sums, codes, ones);
@@ -148,8 +149,11 @@ __device__ __forceinline__ void issue_sums(float (&sums)[4], const std::uint32_t
 
 // ---- pieces of a step -------------------------------------------------------------------------
 
-__device__ __forceinline__ bool sees(Range keys, int key) {
-  return keys.begin <= key and key < keys.end;
+/// Bits of the thread's columns of a tile that lie before a key, counted from the thread's first:
+/// bit 2 b + j is of column 8 b + j.
+__device__ __forceinline__ std::uint32_t columns_before(int key) {
+  const int columns = 2 * (key >> 3) + min(key & 7, 2);
+  return columns >= 32 ? ~0u : (1u << max(columns, 0)) - 1;
 }
 __device__ __forceinline__ bool sees_any(Range visible, int begin) {
   return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
@@ -208,31 +212,35 @@ __device__ __forceinline__ void scale_scores(const Rows<Config>& rows, float (&s
   }
 }
 
-/// Scores that a row does not see become -inf. kGeneral: most_ev is the largest 2^EV that each row
-/// sees among the thread's columns.
-template <class Config, bool kGeneral>
+/// Scores that a row does not see become -inf.
+template <class Config>
 __device__ __forceinline__ void mask_scores(const Rows<Config>& rows, float (&s)[64],
-                                            const KeyTile& tile, float (&most_ev)[2]) {
-  // Columns of the tile that each row sees, counted from the thread's first.
-  Range seen[2];
+                                            const KeyTile& tile) {
   const int first = tile.begin + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    seen[r] = {rows.visible(r).begin - first, rows.visible(r).end - first};
-    most_ev[r] = 0.0f;
+    const Range visible = rows.visible(r);
+    const std::uint32_t seen =
+        columns_before(visible.end - first) & ~columns_before(visible.begin - first);
+#pragma unroll
+    for (int bit = 0; bit < 32; ++bit) {
+      if ((seen & (1u << bit)) == 0) s[4 * (bit / 2) + 2 * r + bit % 2] = -kInfinity;
+    }
   }
+}
+
+/// The largest 2^EV that each row sees among the thread's columns of a masked tile.
+template <class Config>
+__device__ __forceinline__ void find_most_ev(const float (&s)[64], const KeyFactors& keys,
+                                             float (&most_ev)[2]) {
+  most_ev[0] = most_ev[1] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 64; i += 8) {
-    float4 factors;
-    if constexpr (kGeneral) factors = factors_of(tile.factors->v, i / 4);
+    const float4 factors = factors_of(keys.v, i / 4);
 #pragma unroll
     for (int j = i; j < i + 8; ++j) {
-      const int r = tile::fragment_half(j);
-      if (not sees(seen[r], 8 * (j >> 2) + (j & 1))) {
-        s[j] = -kInfinity;
-      } else if constexpr (kGeneral) {
-        most_ev[r] = fmaxf(most_ev[r], factor_of(factors, j));
-      }
+      float& most = most_ev[tile::fragment_half(j)];
+      if (s[j] != -kInfinity) most = fmaxf(most, factor_of(factors, j));
     }
   }
 }
@@ -264,6 +272,7 @@ __device__ __forceinline__ void to_units(Rows<Config>& rows, float (&t)[kPartial
     // A row that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
     scale[r] = saw[r] ? stages::factor(c[r] - Exponent(rows.unit[r])) : 1.0f;
   }
+  if (scale[0] == 1.0f and scale[1] == 1.0f) return;
 #pragma unroll
   for (int i = 0; i < Config::kOutputs; ++i) t[i] = mul_rn(t[i], scale[tile::fragment_half(i)]);
 }
@@ -292,7 +301,8 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   constexpr bool kMasked = is_masked(kStep), kGeneral = is_general(kStep);
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
-  if constexpr (kMasked) mask_scores<Config, kGeneral>(rows, s, tile, most_ev);
+  if constexpr (kMasked) mask_scores<Config>(rows, s, tile);
+  if constexpr (kMasked and kGeneral) find_most_ev<Config>(s, *tile.factors, most_ev);
   // Four chains a row: one would wait for itself.
   float chain[2][4];
 #pragma unroll
