@@ -245,6 +245,24 @@ __device__ __forceinline__ void find_most_ev(const float (&s)[64], const KeyFact
   }
 }
 
+/// Makes 2^(s a + addend) of every masked score 0. Such a score is -inf, so that it is 0 by itself
+/// unless a is 0 or NaN, or the row has no finite maximum: there s a + addend takes the place of s.
+__device__ __forceinline__ void settle_masked(float (&s)[64], float (&a)[2], float (&addend)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (a[r] > 0.0f and addend[r] < kInfinity) continue;
+#pragma unroll
+    for (int b = 0; b < 64; b += 4) {
+#pragma unroll
+      for (int i = b + 2 * r; i < b + 2 * r + 2; ++i) {
+        if (s[i] != -kInfinity) s[i] = fma_rn(s[i], a[r], addend[r]);
+      }
+    }
+    a[r] = 1.0f;
+    addend[r] = 0.0f;
+  }
+}
+
 /// alpha of both rows, and the new maximum. `top` is the tile's largest score of each row. In a
 /// tile that shows every row a key (kMasked false), m_new is finite and equal maxima give 2^0 = 1
 /// by themselves.
@@ -310,18 +328,24 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     float& most = chain[tile::fragment_half(i)][2 * ((i >> 2) & 1) + (i & 1)];
     most = i < 8 ? s[i] : fmaxf(most, s[i]);
   }
-  float top[2], alpha[2], addend[2];
+  float raw[2], top[2], alpha[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float raw =
+    raw[r] =
         tile::quad_max(fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3])));
-    top[r] = stages::score<DeviceOps>(raw, rows.a[r]);
+    top[r] = stages::score<DeviceOps>(raw[r], rows.a[r]);
     // 0 times infinity, where the softmax scale is 0.
-    if (kMasked and raw == -kInfinity) top[r] = -kInfinity;
+    if (kMasked and raw[r] == -kInfinity) top[r] = -kInfinity;
   }
   raise_maximum<Config, kMasked>(rows, top, alpha);
+  float a[2] = {rows.a[0], rows.a[1]}, addend[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
+  for (int r = 0; r < 2; ++r) {
+    addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
+    // A row that sees no key here needs no maximum either.
+    if (kMasked and raw[r] == -kInfinity) addend[r] = 0.0f;
+  }
+  if constexpr (kMasked) settle_masked(s, a, addend);
 
   // c of each row, and 2^-c.
   const Exponent tile_ev = Exponent::stored(TileFacts::ev(rows.tile_facts));
@@ -351,9 +375,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
 #pragma unroll
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
-      const bool masked = kMasked and s[i] == -kInfinity;
-      s[i] = stages::probability<DeviceOps>(s[i], rows.a[r], addend[r]);
-      if (masked) s[i] = 0.0f;
+      s[i] = stages::probability<DeviceOps>(s[i], a[r], addend[r]);
     }
     if constexpr (kGeneral) {
       tile::pack_operand(weights[g], s + 16 * g);
