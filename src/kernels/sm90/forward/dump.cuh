@@ -16,10 +16,10 @@ struct DumpRows {
   const ForwardDump& dump;
   std::int64_t first;  // row of the tensors (heads, total_q) of the thread's half 0
 
-  __device__ DumpRows(const ForwardParams& params, const Work& work, int consumer)
+  __device__ DumpRows(const ForwardParams& params, const Work& work, int block)
       : dump(params.dump),
         first(work.item.head * params.total_q + work.document.q_token + work.item.first +
-              64 * consumer + tile::fragment_row(threadIdx.x % 128, 0)) {}
+              64 * block + tile::fragment_row(threadIdx.x % 128, 0)) {}
 
   /// Codes of 32 keys as tile::pack_operand packs them. `key`: the first of them.
   __device__ void codes(std::uint8_t* to, const std::uint32_t (&codes)[4], const Range& visible,

@@ -171,74 +171,77 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
   const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
 
   constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
+  constexpr std::uint32_t kItemStep = sizeof(shared.q[0]) / tile::kDescriptorUnit;
+  constexpr std::uint32_t kBlockStep = 64 * Config::kDim / tile::kDescriptorUnit;
   const std::uint32_t q_base = ptx::opaque(
-      RowLayout<Config>::low(ptx::shared_address(shared.q[0]) + consumer * 64 * Config::kDim));
+      RowLayout<Config>::low(ptx::shared_address(shared.q[0])));
   const std::uint32_t k_base =
       ptx::opaque(RowLayout<Config>::low(ptx::shared_address(shared.stages[0].k)));
   tile::RingPosition<Config::kItems> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   Rows<Config> rows;
+  // The 64 rows of an item that are this warpgroup's. They take turns, since the lower rows of an
+  // item see less of the diagonal.
+  int block = consumer;
   while (true) {
     shared.q_ring.wait_full(q_at);
     const Work& work = shared.work[q_at.stage];
     if (work.last) break;
-    const int first_row = work.item.first + 64 * consumer;
-    rows.start(shared.rows[q_at.stage] + consumer * 64 + tile::fragment_row(threadIdx.x % 128, 0));
-    const std::uint32_t q_low =
-        ptx::opaque(q_base + q_at.stage * (sizeof(shared.q[0]) / tile::kDescriptorUnit));
+    rows.start(shared.rows[q_at.stage] + block * 64 + tile::fragment_row(threadIdx.x % 128, 0));
+    const std::uint32_t q_low = ptx::opaque(q_base + q_at.stage * kItemStep + block * kBlockStep);
     float s[64];
     std::uint32_t facts = 0;
+    const auto issue = [&](tile::RingPosition<Config::kStages> at) {
+      shared.kv_ring.wait_full(at);
+      ptx::wgmma_fence();
+      issue_scores<Config>(s, q_low, k_base + at.stage * kStageStep);
+      facts = shared.facts[at.stage];
+    };
     int remaining = work.visits.size();
     if (remaining > 0) {
-      shared.kv_ring.wait_full(kv_at);
-      ptx::wgmma_fence();
-      issue_scores<Config>(s, q_low, k_base + kv_at.stage * kStageStep);
-      facts = shared.facts[kv_at.stage];
+      issue(kv_at);
+      enter_tile(rows, facts, params.score_scale);
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
     int begin = (work.visits.end - 1) * kKeyTile;
     for (; remaining > 0; --remaining) {
-      enter_tile(rows, facts, params.score_scale);
       KeyTile tile;
       tile.begin = begin;
       tile.factors = shared.factors + kv_at.stage;
       tile.low = k_base + kv_at.stage * kStageStep;
-      tile.q_low = q_low;
       // The last step multiplies a tile that is there; nobody reads the result.
       tile::RingPosition<Config::kStages> next = kv_at;
-      if (remaining > 1) {
-        next.advance();
-        shared.kv_ring.wait_full(next);
-        facts = shared.facts[next.stage];
-      }
-      tile.next_low = k_base + next.stage * kStageStep;
+      if (remaining > 1) next.advance();
+      const auto issue_next = [&] { issue(next); };
 
-      const Step kind = TileFacts::step(rows.tile_facts, consumer);
+      const Step kind = TileFacts::step(rows.tile_facts, block);
       if (kind == Step::kPlain) {
-        step<Config, Step::kPlain>(rows, s, tile, consumer, params, work);
+        step<Config, Step::kPlain>(rows, s, tile, issue_next, block, params, work);
       } else if (kind == Step::kMasked) {
-        step<Config, Step::kMasked>(rows, s, tile, consumer, params, work);
+        step<Config, Step::kMasked>(rows, s, tile, issue_next, block, params, work);
       } else if (kind == Step::kGeneral) {
-        step<Config, Step::kGeneral>(rows, s, tile, consumer, params, work);
+        step<Config, Step::kGeneral>(rows, s, tile, issue_next, block, params, work);
       } else if (kind == Step::kGeneralMasked) {
-        step<Config, Step::kGeneralMasked>(rows, s, tile, consumer, params, work);
+        step<Config, Step::kGeneralMasked>(rows, s, tile, issue_next, block, params, work);
       } else {
-        ptx::wgmma_fence();
-        issue_scores<Config>(s, tile.q_low, tile.next_low);
+        issue_next();
       }
       if (leader or Config::kEveryLaneArrives) {
         ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
       }
       kv_at = next;
       begin -= kKeyTile;
+      enter_tile(rows, facts, params.score_scale);
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
     if (not work.visits.empty()) kv_at.advance();
-    store(params, work, rows, first_row, shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
+    store(params, work, rows, work.item.first + 64 * block,
+          shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
     ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));  // every lane: it happens rarely
     q_at.advance();
+    block = block + 1 == Config::kConsumers ? 0 : block + 1;
   }
 }
 

@@ -82,13 +82,11 @@ __device__ __forceinline__ void enter_tile(Rows<Config>& rows, std::uint32_t fac
   }
 }
 
-/// One key tile as a warpgroup sees it, and what follows it.
+/// One key tile as a warpgroup sees it.
 struct KeyTile {
   int begin;                  // first key
   const KeyFactors* factors;  // of general steps
   std::uint32_t low;          // of the descriptor of K, V^T and the ones behind it
-  std::uint32_t q_low;        // of the descriptor of Q
-  std::uint32_t next_low;     // of K of the next tile
 };
 
 template <class Config>
@@ -250,7 +248,7 @@ __device__ __forceinline__ void find_most_ev(const float (&s)[64], const KeyFact
 __device__ __forceinline__ void settle_masked(float (&s)[64], float (&a)[2], float (&addend)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (a[r] > 0.0f and addend[r] < kInfinity) continue;
+    if (a[r] > 0.0f and addend[r] < kInfinity) [[likely]] continue;
 #pragma unroll
     for (int b = 0; b < 64; b += 4) {
 #pragma unroll
@@ -312,10 +310,12 @@ __device__ __forceinline__ void promote(Rows<Config>& rows, const float (&t)[kPa
 /// One tile. General steps give the same bits as the others for a row whose visible keys share EK
 /// and EV: they multiply by powers of two, of scores before and of P behind its rounding places,
 /// and these are 1, or are in rows.a, where exponents agree. The others need a scale >= 0, so that
-/// the maximum of the scores is the score of the maximum.
-template <class Config, Step kStep>
+/// the maximum of the scores is the score of the maximum. issue_next() issues the scores of the
+/// tile that follows into s.
+template <class Config, Step kStep, class IssueNext>
 __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const KeyTile& tile,
-                                     int consumer, const ForwardParams& params, const Work& work) {
+                                     const IssueNext& issue_next, int block,
+                                     const ForwardParams& params, const Work& work) {
   constexpr bool kMasked = is_masked(kStep), kGeneral = is_general(kStep);
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
@@ -394,7 +394,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     tile::pack_operand(codes[g], s + 16 * g);
     issue_values<Config>(t, codes[g], tile, g);
     if constexpr (Config::kDump) {
-      const DumpRows dump(params, work, consumer);
+      const DumpRows dump(params, work, block);
       for (int r = 0; r < 2; ++r) {
         const int key = tile.begin + 32 * g;
         dump.codes(params.dump.h, codes[g], rows.visible(r), r, key);
@@ -403,14 +403,11 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     }
   }
   // The next scores are multiplied while T is added to O.
-  if (kEarly) issue_scores<Config>(s, tile.q_low, tile.next_low);
+  if (kEarly) issue_next();
   ptx::wgmma_wait_group<kEarly ? 1 : 0>();
   ptx::pin(t);
   if constexpr (kGeneral) ptx::pin(sums);
-  if (not kEarly) {
-    ptx::wgmma_fence();
-    issue_scores<Config>(s, tile.q_low, tile.next_low);
-  }
+  if (not kEarly) issue_next();
   if (c[0].value != rows.unit[0] or c[1].value != rows.unit[1]) {
     const bool saw[2] = {not kMasked or sees_any(rows.visible(0), tile.begin),
                          not kMasked or sees_any(rows.visible(1), tile.begin)};
@@ -422,7 +419,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     promote(rows, t, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
   }
   if constexpr (Config::kDump) {
-    const DumpRows dump(params, work, consumer);
+    const DumpRows dump(params, work, block);
     for (int r = 0; r < 2; ++r) {
       if (not sees_any(rows.visible(r), tile.begin)) continue;
       dump.tile(r, tile.begin / kKeyTile, alpha[r], rows.m[r]);
