@@ -197,25 +197,30 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       issue_scores<Config>(s, q_low, k_base + at.stage * kStageStep);
       facts = shared.facts[at.stage];
     };
+    // How the step at hand goes, and where the tile behind it is. The last step multiplies a tile
+    // that is there; nobody reads the result.
+    Step kind = Step::kSkip;
     int remaining = work.visits.size();
+    tile::RingPosition<Config::kStages> next = kv_at;
+    const auto look_ahead = [&] {
+      enter_tile(rows, facts, params.score_scale);
+      kind = TileFacts::step(facts, block);
+      if (remaining > 1) next.advance();
+    };
     if (remaining > 0) {
       issue(kv_at);
-      enter_tile(rows, facts, params.score_scale);
+      look_ahead();
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
     int begin = (work.visits.end - 1) * kKeyTile;
-    for (; remaining > 0; --remaining) {
+    while (remaining > 0) {
       KeyTile tile;
       tile.begin = begin;
       tile.factors = shared.factors + kv_at.stage;
       tile.low = k_base + kv_at.stage * kStageStep;
-      // The last step multiplies a tile that is there; nobody reads the result.
-      tile::RingPosition<Config::kStages> next = kv_at;
-      if (remaining > 1) next.advance();
       const auto issue_next = [&] { issue(next); };
 
-      const Step kind = TileFacts::step(rows.tile_facts, block);
       if (kind == Step::kPlain) {
         step<Config, Step::kPlain>(rows, s, tile, issue_next, block, params, work);
       } else if (kind == Step::kMasked) {
@@ -232,7 +237,8 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       }
       kv_at = next;
       begin -= kKeyTile;
-      enter_tile(rows, facts, params.score_scale);
+      --remaining;
+      look_ahead();
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }

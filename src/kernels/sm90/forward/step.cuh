@@ -15,6 +15,7 @@
 namespace mxattn::kernels::sm90::forward {
 
 inline constexpr std::uint32_t kStepK32 = tile::kDescriptorStepK32;
+inline constexpr std::uint32_t kSign = 0x80000000u;
 inline constexpr int kNoUnit = -1000;               // no byte
 inline constexpr std::uint32_t kNoFacts = 0x8080u;  // exponents that no token has
 
@@ -74,7 +75,7 @@ __device__ __forceinline__ void enter_tile(Rows<Config>& rows, std::uint32_t fac
                                            float score_scale) {
   const bool same = ((facts ^ rows.tile_facts) & TileFacts::kExponents) == 0;
   rows.tile_facts = facts;
-  if (same) return;
+  if (same) [[likely]] return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.a[r] = stages::score_factor(fabsf(score_scale), rows.eq(r),
@@ -317,6 +318,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
                                      const IssueNext& issue_next, int block,
                                      const ForwardParams& params, const Work& work) {
   constexpr bool kMasked = is_masked(kStep), kGeneral = is_general(kStep);
+  constexpr int kQuarters = 4;
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
   if constexpr (kMasked) mask_scores<Config>(rows, s, tile);
@@ -392,6 +394,9 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
       }
     }
     tile::pack_operand(codes[g], s + 16 * g);
+    // A dependency that is none: alpha, whose sign is 0, shall be formed beside the exponentials and
+    // not where T waits for it.
+    if (g == kQuarters - 1) codes[g][0] |= (bits_of(alpha[0]) | bits_of(alpha[1])) & kSign;
     issue_values<Config>(t, codes[g], tile, g);
     if constexpr (Config::kDump) {
       const DumpRows dump(params, work, block);
