@@ -225,6 +225,8 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
         step<Config, Step::kPlain>(rows, s, tile, issue_next, block, params, work);
       } else if (kind == Step::kMasked) {
         step<Config, Step::kMasked>(rows, s, tile, issue_next, block, params, work);
+      } else if (kind == Step::kLowerMasked) {
+        step<Config, Step::kLowerMasked>(rows, s, tile, issue_next, block, params, work);
       } else if (kind == Step::kGeneral) {
         step<Config, Step::kGeneral>(rows, s, tile, issue_next, block, params, work);
       } else if (kind == Step::kGeneralMasked) {

@@ -211,8 +211,8 @@ __device__ __forceinline__ void scale_scores(const Rows<Config>& rows, float (&s
   }
 }
 
-/// Scores that a row does not see become -inf.
-template <class Config>
+/// Scores of the thread's first kColumns columns become -inf where a row does not see them.
+template <int kColumns, class Config>
 __device__ __forceinline__ void mask_scores(const Rows<Config>& rows, float (&s)[64],
                                             const KeyTile& tile) {
   const int first = tile.begin + 2 * (threadIdx.x % 4);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void mask_scores(const Rows<Config>& rows, float (&s)
     const std::uint32_t seen =
         columns_before(visible.end - first) & ~columns_before(visible.begin - first);
 #pragma unroll
-    for (int bit = 0; bit < 32; ++bit) {
+    for (int bit = 0; bit < kColumns; ++bit) {
       if ((seen & (1u << bit)) == 0) s[4 * (bit / 2) + 2 * r + bit % 2] = -kInfinity;
     }
   }
@@ -246,16 +246,14 @@ __device__ __forceinline__ void find_most_ev(const float (&s)[64], const KeyFact
 
 /// Makes 2^(s a + addend) of every masked score 0. Such a score is -inf, so that it is 0 by itself
 /// unless a is 0 or NaN, or the row has no finite maximum: there s a + addend takes the place of s.
+template <int kColumns>
 __device__ __forceinline__ void settle_masked(float (&s)[64], float (&a)[2], float (&addend)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (a[r] > 0.0f and addend[r] < kInfinity) [[likely]] continue;
 #pragma unroll
-    for (int b = 0; b < 64; b += 4) {
-#pragma unroll
-      for (int i = b + 2 * r; i < b + 2 * r + 2; ++i) {
-        if (s[i] != -kInfinity) s[i] = fma_rn(s[i], a[r], addend[r]);
-      }
+    for (int i = 0; i < 2 * kColumns; ++i) {
+      if (tile::fragment_half(i) == r and s[i] != -kInfinity) s[i] = fma_rn(s[i], a[r], addend[r]);
     }
     a[r] = 1.0f;
     addend[r] = 0.0f;
@@ -318,15 +316,16 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
                                      const IssueNext& issue_next, int block,
                                      const ForwardParams& params, const Work& work) {
   constexpr bool kMasked = is_masked(kStep), kGeneral = is_general(kStep);
-  constexpr int kQuarters = 4;
+  constexpr int kQuarters = kStep == Step::kLowerMasked ? 2 : 4;  // of 32 keys
+  constexpr int kScores = 16 * kQuarters;
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
-  if constexpr (kMasked) mask_scores<Config>(rows, s, tile);
+  if constexpr (kMasked) mask_scores<kScores / 2>(rows, s, tile);
   if constexpr (kMasked and kGeneral) find_most_ev<Config>(s, *tile.factors, most_ev);
   // Four chains a row: one would wait for itself.
   float chain[2][4];
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < kScores; ++i) {
     float& most = chain[tile::fragment_half(i)][2 * ((i >> 2) & 1) + (i & 1)];
     most = i < 8 ? s[i] : fmaxf(most, s[i]);
   }
@@ -347,7 +346,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     // A row that sees no key here needs no maximum either.
     if (kMasked and raw[r] == -kInfinity) addend[r] = 0.0f;
   }
-  if constexpr (kMasked) settle_masked(s, a, addend);
+  if constexpr (kMasked) settle_masked<kScores / 2>(s, a, addend);
 
   // c of each row, and 2^-c.
   const Exponent tile_ev = Exponent::stored(TileFacts::ev(rows.tile_facts));
@@ -370,10 +369,10 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   constexpr bool kEarly = Config::kEarlyScores and not kGeneral;
   float t[kGeneral ? Config::kOutputs : Config::kOutputsAndSums];
   float sums[4];
-  std::uint32_t codes[4][4];
-  std::uint32_t weights[4][4];  // general steps: hs, and codes are h
+  std::uint32_t codes[kQuarters][4];
+  std::uint32_t weights[kQuarters][4];  // general steps: hs, and codes are h
 #pragma unroll
-  for (int g = 0; g < 4; ++g) {
+  for (int g = 0; g < kQuarters; ++g) {
 #pragma unroll
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);

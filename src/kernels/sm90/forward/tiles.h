@@ -14,11 +14,11 @@ using stages::Exponent;
 using stages::kKeyTile;
 
 /// How a step goes: with exponents that all keys share or factors of each key (general), with or
-/// without a mask.
-enum class Step : std::uint32_t { kPlain, kMasked, kGeneral, kGeneralMasked, kSkip };
+/// without a mask. kLowerMasked: no row sees a key of the tile's upper half.
+enum class Step : std::uint32_t { kPlain, kMasked, kLowerMasked, kGeneral, kGeneralMasked, kSkip };
 
 constexpr bool is_masked(Step step) {
-  return step == Step::kMasked or step == Step::kGeneralMasked;
+  return step == Step::kMasked or step == Step::kLowerMasked or step == Step::kGeneralMasked;
 }
 constexpr bool is_general(Step step) {
   return step == Step::kGeneral or step == Step::kGeneralMasked;
@@ -28,6 +28,7 @@ constexpr bool is_general(Step step) {
 struct TileScope {
   Range whole{0, 0};  // tiles of which every row sees all keys
   Range some{0, 0};   // tiles of which any row sees any key
+  int end = 0;        // behind the last key that any row sees
 
   TileScope() = default;
   __device__ __forceinline__ TileScope(const Mask& mask, const Document& d, int first_row) {
@@ -37,6 +38,7 @@ struct TileScope {
     const Range first = visible_keys(mask, d.q_len, d.k_len, first_row);
     const Range last = visible_keys(mask, d.q_len, d.k_len, last_row);
     whole = {(last.begin + kKeyTile - 1) / kKeyTile, first.end / kKeyTile};
+    end = last.end;
     if (first.begin < last.end) {
       some = {first.begin / kKeyTile, (last.end - 1) / kKeyTile + 1};
     }
@@ -44,7 +46,8 @@ struct TileScope {
   __device__ __forceinline__ Step step(int tile, bool uniform) const {
     if (not some.contains(tile)) return Step::kSkip;
     if (whole.contains(tile)) return uniform ? Step::kPlain : Step::kGeneral;
-    return uniform ? Step::kMasked : Step::kGeneralMasked;
+    if (not uniform) return Step::kGeneralMasked;
+    return end <= tile * kKeyTile + kKeyTile / 2 ? Step::kLowerMasked : Step::kMasked;
   }
 };
 
