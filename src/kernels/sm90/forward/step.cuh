@@ -148,11 +148,13 @@ __device__ __forceinline__ void issue_sums(float (&sums)[4], const std::uint32_t
 
 // ---- pieces of a step -------------------------------------------------------------------------
 
-/// Bits of the thread's columns of a tile that lie before a key, counted from the thread's first:
-/// bit 2 b + j is of column 8 b + j.
-__device__ __forceinline__ std::uint32_t columns_before(int key) {
-  const int columns = 2 * (key >> 3) + min(key & 7, 2);
-  return columns >= 32 ? ~0u : (1u << max(columns, 0)) - 1;
+/// How many of the thread's columns of a tile lie before a key, counted from the thread's first.
+__device__ __forceinline__ int columns_before(int key) {
+  return clamp_int(2 * (key >> 3) + min(key & 7, 2), 0, 32);
+}
+/// Ones below bit `count`, at most 32 of them.
+__device__ __forceinline__ std::uint32_t ones_below(int count) {
+  return count < 32 ? (1u << count) - 1 : ~0u;
 }
 __device__ __forceinline__ bool sees_any(Range visible, int begin) {
   return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
@@ -211,20 +213,42 @@ __device__ __forceinline__ void scale_scores(const Rows<Config>& rows, float (&s
   }
 }
 
-/// Scores of the thread's first kColumns columns become -inf where a row does not see them.
-template <int kColumns, class Config>
-__device__ __forceinline__ void mask_scores(const Rows<Config>& rows, float (&s)[64],
-                                            const KeyTile& tile) {
-  const int first = tile.begin + 2 * (threadIdx.x % 4);
+/// The thread's columns of a masked tile that each row sees: [begin, end) of them.
+template <class Config>
+__device__ __forceinline__ void find_columns(const Rows<Config>& rows, const KeyTile& tile,
+                                             Range (&columns)[2]) {
+  const int first = tile.begin + 2 * static_cast<int>(threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const Range visible = rows.visible(r);
-    const std::uint32_t seen =
-        columns_before(visible.end - first) & ~columns_before(visible.begin - first);
+    columns[r] = {columns_before(visible.begin - first), columns_before(visible.end - first)};
+  }
+}
+
+/// Scores of the thread's first kColumns columns become -inf where a row does not see them.
+template <int kColumns>
+__device__ __forceinline__ void mask_scores(float (&s)[64], const Range (&columns)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::uint32_t seen = ones_below(columns[r].end) & ~ones_below(columns[r].begin);
 #pragma unroll
     for (int bit = 0; bit < kColumns; ++bit) {
       if ((seen & (1u << bit)) == 0) s[4 * (bit / 2) + 2 * r + bit % 2] = -kInfinity;
     }
+  }
+}
+
+/// Codes of a quarter of P become 0 where a row does not see them: 2^-inf is 0 by itself, but not
+/// where the score's factor or addend is NaN or infinite.
+__device__ __forceinline__ void mask_codes(std::uint32_t (&codes)[4], const Range (&columns)[2],
+                                           int quarter) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    // Four columns of row w % 2 a word. A shift by 32 or more leaves 0.
+    const int first = 8 * quarter + 4 * (w / 2);
+    const Range seen = columns[w % 2];
+    codes[w] &= ~ptx::shift_left(~0u, 8 * max(seen.end - first, 0));
+    codes[w] &= ptx::shift_left(~0u, 8 * max(seen.begin - first, 0));
   }
 }
 
@@ -241,22 +265,6 @@ __device__ __forceinline__ void find_most_ev(const float (&s)[64], const KeyFact
       float& most = most_ev[tile::fragment_half(j)];
       if (s[j] != -kInfinity) most = fmaxf(most, factor_of(factors, j));
     }
-  }
-}
-
-/// Makes 2^(s a + addend) of every masked score 0. Such a score is -inf, so that it is 0 by itself
-/// unless a is 0 or NaN, or the row has no finite maximum: there s a + addend takes the place of s.
-template <int kColumns>
-__device__ __forceinline__ void settle_masked(float (&s)[64], float (&a)[2], float (&addend)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (a[r] > 0.0f and addend[r] < kInfinity) [[likely]] continue;
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      if (tile::fragment_half(i) == r and s[i] != -kInfinity) s[i] = fma_rn(s[i], a[r], addend[r]);
-    }
-    a[r] = 1.0f;
-    addend[r] = 0.0f;
   }
 }
 
@@ -320,7 +328,11 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   constexpr int kScores = 16 * kQuarters;
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
-  if constexpr (kMasked) mask_scores<kScores / 2>(rows, s, tile);
+  Range columns[2];
+  if constexpr (kMasked) {
+    find_columns(rows, tile, columns);
+    mask_scores<kScores / 2>(s, columns);
+  }
   if constexpr (kMasked and kGeneral) find_most_ev<Config>(s, *tile.factors, most_ev);
   // Four chains a row: one would wait for itself.
   float chain[2][4];
@@ -329,24 +341,18 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     float& most = chain[tile::fragment_half(i)][2 * ((i >> 2) & 1) + (i & 1)];
     most = i < 8 ? s[i] : fmaxf(most, s[i]);
   }
-  float raw[2], top[2], alpha[2];
+  float top[2], alpha[2], addend[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    raw[r] =
+    const float raw =
         tile::quad_max(fmaxf(fmaxf(chain[r][0], chain[r][1]), fmaxf(chain[r][2], chain[r][3])));
-    top[r] = stages::score<DeviceOps>(raw[r], rows.a[r]);
+    top[r] = stages::score<DeviceOps>(raw, rows.a[r]);
     // 0 times infinity, where the softmax scale is 0.
-    if (kMasked and raw[r] == -kInfinity) top[r] = -kInfinity;
+    if (kMasked and raw == -kInfinity) top[r] = -kInfinity;
   }
   raise_maximum<Config, kMasked>(rows, top, alpha);
-  float a[2] = {rows.a[0], rows.a[1]}, addend[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
-    // A row that sees no key here needs no maximum either.
-    if (kMasked and raw[r] == -kInfinity) addend[r] = 0.0f;
-  }
-  if constexpr (kMasked) settle_masked<kScores / 2>(s, a, addend);
+  for (int r = 0; r < 2; ++r) addend[r] = stages::forward_addend<DeviceOps>(rows.m[r]);
 
   // c of each row, and 2^-c.
   const Exponent tile_ev = Exponent::stored(TileFacts::ev(rows.tile_facts));
@@ -376,7 +382,9 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
 #pragma unroll
     for (int i = 16 * g; i < 16 * (g + 1); ++i) {
       const int r = tile::fragment_half(i);
-      s[i] = stages::probability<DeviceOps>(s[i], a[r], addend[r]);
+      const bool masked = kMasked and kGeneral and s[i] == -kInfinity;
+      s[i] = stages::probability<DeviceOps>(s[i], rows.a[r], addend[r]);
+      if (masked) s[i] = 0.0f;
     }
     if constexpr (kGeneral) {
       tile::pack_operand(weights[g], s + 16 * g);
@@ -393,6 +401,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
       }
     }
     tile::pack_operand(codes[g], s + 16 * g);
+    if constexpr (kMasked and not kGeneral) mask_codes(codes[g], columns, g);
     // A dependency that is none: alpha, whose sign is 0, shall be formed beside the exponentials and
     // not where T waits for it.
     if (g == kQuarters - 1) codes[g][0] |= (bits_of(alpha[0]) | bits_of(alpha[1])) & kSign;
