@@ -65,13 +65,6 @@ __device__ __forceinline__ void from_e4m3x2(std::uint16_t codes, float& low, flo
       : "h"(codes));
 }
 
-/// value << count; 0 where count is 32 or more. PTX ISA 9.7.8.8 shl.
-__device__ __forceinline__ std::uint32_t shift_left(std::uint32_t value, std::uint32_t count) {
-  std::uint32_t result;
-  asm("shl.b32 %0, %1, %2;" : "=r"(result) : "r"(value), "r"(count));
-  return result;
-}
-
 /// Bytes of {b, a} picked by the four low nibbles of `selector`. PTX ISA 9.7.9.7 prmt.
 __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b,
                                                        std::uint32_t selector) {

@@ -168,7 +168,7 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
 template <class Config>
 __device__ void attend(const ForwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int warp = (threadIdx.x / 32) % 4;
-  const bool leader = ptx::opaque(threadIdx.x % 32) == 0;
+  const bool leader = threadIdx.x % 32 == 0;
 
   constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
   constexpr std::uint32_t kItemStep = sizeof(shared.q[0]) / tile::kDescriptorUnit;

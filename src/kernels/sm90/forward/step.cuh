@@ -148,13 +148,11 @@ __device__ __forceinline__ void issue_sums(float (&sums)[4], const std::uint32_t
 
 // ---- pieces of a step -------------------------------------------------------------------------
 
-/// How many of the thread's columns of a tile lie before a key, counted from the thread's first.
-__device__ __forceinline__ int columns_before(int key) {
-  return clamp_int(2 * (key >> 3) + min(key & 7, 2), 0, 32);
-}
-/// Ones below bit `count`, at most 32 of them.
-__device__ __forceinline__ std::uint32_t ones_below(int count) {
-  return count < 32 ? (1u << count) - 1 : ~0u;
+/// Bits of the thread's columns of a tile that lie before a key, counted from the thread's first:
+/// bit 2 b + j is of column 8 b + j.
+__device__ __forceinline__ std::uint32_t columns_before(int key) {
+  const int columns = 2 * (key >> 3) + min(key & 7, 2);
+  return columns < 32 ? (1u << max(columns, 0)) - 1 : ~0u;
 }
 __device__ __forceinline__ bool sees_any(Range visible, int begin) {
   return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
@@ -213,42 +211,42 @@ __device__ __forceinline__ void scale_scores(const Rows<Config>& rows, float (&s
   }
 }
 
-/// The thread's columns of a masked tile that each row sees: [begin, end) of them.
+/// The bits of the thread's columns of a masked tile that each row sees, and whether it sees any of
+/// the tile's keys.
 template <class Config>
-__device__ __forceinline__ void find_columns(const Rows<Config>& rows, const KeyTile& tile,
-                                             Range (&columns)[2]) {
-  const int first = tile.begin + 2 * static_cast<int>(threadIdx.x % 4);
+__device__ __forceinline__ void find_seen(const Rows<Config>& rows, const KeyTile& tile,
+                                          std::uint32_t (&seen)[2], bool (&any)[2]) {
+  const int first = tile.begin + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const Range visible = rows.visible(r);
-    columns[r] = {columns_before(visible.begin - first), columns_before(visible.end - first)};
+    seen[r] = columns_before(visible.end - first) & ~columns_before(visible.begin - first);
+    any[r] = sees_any(visible, tile.begin);
   }
 }
 
 /// Scores of the thread's first kColumns columns become -inf where a row does not see them.
 template <int kColumns>
-__device__ __forceinline__ void mask_scores(float (&s)[64], const Range (&columns)[2]) {
+__device__ __forceinline__ void mask_scores(float (&s)[64], const std::uint32_t (&seen)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const std::uint32_t seen = ones_below(columns[r].end) & ~ones_below(columns[r].begin);
 #pragma unroll
     for (int bit = 0; bit < kColumns; ++bit) {
-      if ((seen & (1u << bit)) == 0) s[4 * (bit / 2) + 2 * r + bit % 2] = -kInfinity;
+      if ((seen[r] & (1u << bit)) == 0) s[4 * (bit / 2) + 2 * r + bit % 2] = -kInfinity;
     }
   }
 }
 
 /// Codes of a quarter of P become 0 where a row does not see them: 2^-inf is 0 by itself, but not
 /// where the score's factor or addend is NaN or infinite.
-__device__ __forceinline__ void mask_codes(std::uint32_t (&codes)[4], const Range (&columns)[2],
-                                           int quarter) {
+__device__ __forceinline__ void mask_codes(std::uint32_t (&codes)[4],
+                                           const std::uint32_t (&seen)[2], int quarter) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    // Four columns of row w % 2 a word. A shift by 32 or more leaves 0.
-    const int first = 8 * quarter + 4 * (w / 2);
-    const Range seen = columns[w % 2];
-    codes[w] &= ~ptx::shift_left(~0u, 8 * max(seen.end - first, 0));
-    codes[w] &= ptx::shift_left(~0u, 8 * max(seen.begin - first, 0));
+    // A word has four columns of row w % 2. The product brings bit i to the sign of byte i, and the
+    // permutation repeats the signs.
+    const std::uint32_t four = seen[w % 2] >> (8 * quarter + 4 * (w / 2)) & 15;
+    codes[w] &= ptx::permute_bytes(four * 0x10204080u, 0, 0xBA98u);
   }
 }
 
@@ -283,19 +281,27 @@ __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&
   }
 }
 
-/// T = T 2^(c - unit), for rows whose unit is another; the first tile that a row sees sets its
-/// unit.
-template <class Config, int kPartials>
-__device__ __forceinline__ void to_units(Rows<Config>& rows, float (&t)[kPartials],
-                                         const Exponent (&c)[2], const bool (&saw)[2]) {
-  float scale[2];
+/// The first tile that a row sees sets its unit. `differs`: rows whose unit is another than c. A row
+/// that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
+template <class Config>
+__device__ __forceinline__ void set_units(Rows<Config>& rows, const Exponent (&c)[2],
+                                          const bool (&saw)[2], bool (&differs)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (saw[r] and rows.unit[r] == kNoUnit) rows.unit[r] = c[r].nan ? 0 : c[r].value;
-    // A row that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
-    scale[r] = saw[r] ? stages::factor(c[r] - Exponent(rows.unit[r])) : 1.0f;
+    differs[r] = saw[r] and rows.unit[r] != c[r].value;
   }
-  if (scale[0] == 1.0f and scale[1] == 1.0f) return;
+}
+
+/// T = T 2^(c - unit), for rows whose unit differs.
+template <class Config, int kPartials>
+__device__ __forceinline__ void to_units(const Rows<Config>& rows, float (&t)[kPartials],
+                                         const Exponent (&c)[2], const bool (&differs)[2]) {
+  float scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    scale[r] = differs[r] ? stages::factor(c[r] - Exponent(rows.unit[r])) : 1.0f;
+  }
 #pragma unroll
   for (int i = 0; i < Config::kOutputs; ++i) t[i] = mul_rn(t[i], scale[tile::fragment_half(i)]);
 }
@@ -328,10 +334,11 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   constexpr int kScores = 16 * kQuarters;
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
-  Range columns[2];
+  std::uint32_t seen[2];
+  bool saw[2] = {true, true};
   if constexpr (kMasked) {
-    find_columns(rows, tile, columns);
-    mask_scores<kScores / 2>(s, columns);
+    find_seen(rows, tile, seen, saw);
+    mask_scores<kScores / 2>(s, seen);
   }
   if constexpr (kMasked and kGeneral) find_most_ev<Config>(s, *tile.factors, most_ev);
   // Four chains a row: one would wait for itself.
@@ -401,7 +408,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
       }
     }
     tile::pack_operand(codes[g], s + 16 * g);
-    if constexpr (kMasked and not kGeneral) mask_codes(codes[g], columns, g);
+    if constexpr (kMasked and not kGeneral) mask_codes(codes[g], seen, g);
     // A dependency that is none: alpha, whose sign is 0, shall be formed beside the exponentials and
     // not where T waits for it.
     if (g == kQuarters - 1) codes[g][0] |= (bits_of(alpha[0]) | bits_of(alpha[1])) & kSign;
@@ -415,17 +422,15 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
       }
     }
   }
+  bool differs[2];
+  set_units(rows, c, saw, differs);
   // The next scores are multiplied while T is added to O.
   if (kEarly) issue_next();
   ptx::wgmma_wait_group<kEarly ? 1 : 0>();
   ptx::pin(t);
   if constexpr (kGeneral) ptx::pin(sums);
   if (not kEarly) issue_next();
-  if (c[0].value != rows.unit[0] or c[1].value != rows.unit[1]) {
-    const bool saw[2] = {not kMasked or sees_any(rows.visible(0), tile.begin),
-                         not kMasked or sees_any(rows.visible(1), tile.begin)};
-    to_units(rows, t, c, saw);
-  }
+  if (differs[0] or differs[1]) to_units(rows, t, c, differs);
   if constexpr (kGeneral) {
     promote(rows, t, {sums[0], sums[2]}, alpha);
   } else {
