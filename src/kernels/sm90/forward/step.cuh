@@ -97,17 +97,30 @@ using ValueLayout = tile::Descriptor<Config::kValueSwizzle>;
 
 // ---- products ---------------------------------------------------------------------------------
 
+/// Lower halves of the descriptors of Q, one for each 32 elements of a row.
+template <class Config>
+struct QueryDescriptors {
+  std::uint32_t low[Config::kDim / stages::kMmaDepth];
+
+  __device__ __forceinline__ void point_to(std::uint32_t first) {
+#pragma unroll
+    for (int step = 0; step < Config::kDim / stages::kMmaDepth; ++step) {
+      low[step] = ptx::opaque(first + step * kStepK32);
+    }
+  }
+};
+
 /// Issues S = Q K^T of a tile.
 template <class Config>
-__device__ __forceinline__ void issue_scores(float (&s)[64], std::uint32_t q_low,
+__device__ __forceinline__ void issue_scores(float (&s)[64], const QueryDescriptors<Config>& q,
                                              std::uint32_t k_low) {
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
-  Scores::fresh_ss(s, RowLayout<Config>::whole(q_low), RowLayout<Config>::whole(k_low));
+  using Layout = RowLayout<Config>;
+  Scores::fresh_ss(s, Layout::whole(q.low[0]), Layout::whole(k_low));
 #pragma unroll
   for (int step = 1; step < Config::kDim / stages::kMmaDepth; ++step) {
     // Sums of lower halves: a carry into the constant upper one would cost its registers.
-    Scores::add_ss(s, RowLayout<Config>::whole(q_low + step * kStepK32),
-                   RowLayout<Config>::whole(k_low + step * kStepK32));
+    Scores::add_ss(s, Layout::whole(q.low[step]), Layout::whole(k_low + step * kStepK32));
   }
   ptx::wgmma_commit_group();
 }
