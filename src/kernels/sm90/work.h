@@ -66,13 +66,6 @@ __device__ __forceinline__ void describe_work(const Params& params, const plan::
       range.empty() ? Range{0, 0} : Range{range.begin / kStep, (range.end - 1) / kStep + 1};
 }
 
-template <bool kKeys, class Params>
-__device__ __forceinline__ Work take_work(const Params& params) {
-  Work work;
-  describe_work<kKeys>(params, take_item(params), work);
-  return work;
-}
-
 /// One thread: takes the next item and writes it to its slot of the ring as soon as consumers have
 /// handed that back. The caller arrives on the slot's full barrier, with whatever else belongs to
 /// the slot, and advances. Returns the slot: a loop with few registers reads the item back from it

@@ -57,31 +57,30 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
   tile::RingPosition<Config::kItems> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   while (true) {
-    // The queries, and what their item is about.
-    Work taken;
-    if (leader) taken = take_work<false>(params);
-    shared.q_ring.wait_empty(q_at);
-    // Read back where it is needed: the loop has few registers.
+    // The queries, and what their item is about: read back where it is needed, since the loop has
+    // few registers.
     Work& work = shared.work[q_at.stage];
-    if (leader) work = taken;
+    plan::WorkItem item;
+    if (leader) item = take_item(params);
+    shared.q_ring.wait_empty(q_at);
+    if (leader) describe_work<false>(params, item, work);
     __syncwarp();
     const std::uint32_t q_full = shared.q_ring.full_at(q_at.stage);
     if (work.last) {
       ptx::mbarrier_arrive(q_full);
       return;
     }
-    state_rows<Config>(params.mask, work,
-                       params.q_exponents + work.item.head * params.q_slots + work.document.q_slot +
-                           work.item.first,
-                       shared.rows[q_at.stage]);
-    // Every lane wrote, so every lane arrives.
-    if (not leader) ptx::mbarrier_arrive(q_full);
     if (leader) {
-      ptx::mbarrier_arrive_expect(q_full, sizeof(shared.q[0]));
+      ptx::mbarrier_expect(q_full, sizeof(shared.q[0]));
       ptx::copy_tensor_3d(ptx::shared_address(shared.q[q_at.stage]), &params.q, 0,
                           static_cast<int>(work.document.q_slot) + work.item.first, work.item.head,
                           q_full);
     }
+    state_rows<Config>(params.mask, work,
+                       params.q_exponents + work.item.head * params.q_slots + work.document.q_slot +
+                           work.item.first,
+                       shared.rows[q_at.stage]);
+    ptx::mbarrier_arrive(q_full);  // every lane wrote, so every lane arrives
     q_at.advance();
 
     // Key tiles from the diagonal down to the first visible one. Lane i knows how the steps of

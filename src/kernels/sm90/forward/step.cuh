@@ -30,10 +30,21 @@ template <class Config>
 __device__ __forceinline__ void state_rows(const Mask& mask, const Work& work,
                                            const std::int8_t* eq, RowFacts* facts) {
   const Document& d = work.document;
-  for (int i = static_cast<int>(threadIdx.x % 32); i < Config::kRows; i += 32) {
-    const int row = work.item.first + i;
-    const bool valid = row < d.q_len;
-    facts[i] = {valid ? visible_keys(mask, d.q_len, d.k_len, row) : Range{0, 0}, valid ? eq[i] : 0};
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int rows = d.q_len - work.item.first;  // of the item's first and those behind it
+  // All loads before the first use; the lane's row i is byte i.
+  std::uint64_t exponents = 0;
+#pragma unroll
+  for (int i = 0; i < Config::kRows / 32; ++i) {
+    const int row = lane + 32 * i;
+    const auto byte = static_cast<std::uint8_t>(row < rows ? __ldg(eq + row) : 0);
+    exponents |= static_cast<std::uint64_t>(byte) << (8 * i);
+  }
+#pragma unroll 1
+  for (int row = lane; row < Config::kRows; row += 32, exponents >>= 8) {
+    facts[row] = {row < rows ? visible_keys(mask, d.q_len, d.k_len, work.item.first + row)
+                             : Range{0, 0},
+                  static_cast<std::int8_t>(exponents & 0xFF)};
   }
 }
 
