@@ -113,10 +113,8 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
           0xFFFFFFFFu,
           lane < Config::kConsumers ? TileFacts::step_bits(lane, scope.step(t, uniform)) : 0u);
       __syncwarp();
-      if (leader) {
-        shared.facts[kv_at.stage] = facts | steps;
-        ptx::mbarrier_arrive(full);
-      }
+      if (leader) shared.facts[kv_at.stage] = facts | steps;
+      if (leader or Config::kEveryLaneArrives) ptx::mbarrier_arrive(full);
       kv_at.advance();
     }
   }
@@ -166,14 +164,14 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
 
 template <class Config>
 __device__ void attend(const ForwardParams& params, SharedStorage<Config>& shared, int consumer) {
-  const int warp = (threadIdx.x / 32) % 4;
+  // Opaque: derived where it is used, an item once. Kept over the tiles it would be spilled.
+  const auto thread = [] { return static_cast<int>(ptx::opaque(threadIdx.x) % 128); };
   const bool leader = threadIdx.x % 32 == 0;
 
   constexpr std::uint32_t kStageStep = sizeof(shared.stages[0]) / tile::kDescriptorUnit;
   constexpr std::uint32_t kItemStep = sizeof(shared.q[0]) / tile::kDescriptorUnit;
   constexpr std::uint32_t kBlockStep = 64 * Config::kDim / tile::kDescriptorUnit;
-  const std::uint32_t q_base = ptx::opaque(
-      RowLayout<Config>::low(ptx::shared_address(shared.q[0])));
+  const std::uint32_t q_base = RowLayout<Config>::low(ptx::shared_address(shared.q[0]));
   const std::uint32_t k_base =
       ptx::opaque(RowLayout<Config>::low(ptx::shared_address(shared.stages[0].k)));
   tile::RingPosition<Config::kItems> q_at;
@@ -199,7 +197,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     shared.q_ring.wait_full(q_at);
     const Work& work = shared.work[q_at.stage];
     if (work.last) break;
-    rows.start(shared.rows[q_at.stage] + block * 64 + tile::fragment_row(threadIdx.x % 128, 0));
+    rows.start(shared.rows[q_at.stage] + block * 64 + tile::fragment_row(thread(), 0));
     int remaining = work.visits.size();
     if (remaining > 0 and not begun) {
       point_to(q_at.stage, block);
@@ -219,7 +217,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     const auto look_ahead = [&] {
       enter_tile(rows, facts, params.score_scale);
       kind = TileFacts::step(facts, block);
-      if (remaining == 1) {
+      if (Config::kEarlyScores and remaining == 1) {
         shared.q_ring.wait_full(next_q);
         const Work& next_work = shared.work[next_q.stage];
         begun = not next_work.last and not next_work.visits.empty();
@@ -260,7 +258,7 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     }
     if (not work.visits.empty() and not begun) kv_at.advance();
     store(params, work, rows, work.item.first + 64 * block,
-          shared.out + (consumer * 64 + 16 * warp) * Config::kDim);
+          shared.out + (consumer * 64 + 16 * (thread() / 32)) * Config::kDim);
     ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));  // every lane: it happens rarely
     q_at = next_q;
     block = next_block;
@@ -280,7 +278,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   if (threadIdx.x == 0) {
     shared.q_ring.initialise(128 * Config::kConsumers, 32);
-    shared.kv_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers);
+    shared.kv_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers,
+                              Config::kEveryLaneArrives ? 32 : 1);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&params.q);
     ptx::prefetch_tensor_map(&params.k);

@@ -235,17 +235,15 @@ __device__ __forceinline__ void scale_scores(const Rows<Config>& rows, float (&s
   }
 }
 
-/// The bits of the thread's columns of a masked tile that each row sees, and whether it sees any of
-/// the tile's keys.
+/// The bits of the thread's columns of a masked tile that each row sees.
 template <class Config>
 __device__ __forceinline__ void find_seen(const Rows<Config>& rows, const KeyTile& tile,
-                                          std::uint32_t (&seen)[2], bool (&any)[2]) {
+                                          std::uint32_t (&seen)[2]) {
   const int first = tile.begin + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const Range visible = rows.visible(r);
     seen[r] = columns_before(visible.end - first) & ~columns_before(visible.begin - first);
-    any[r] = sees_any(visible, tile.begin);
   }
 }
 
@@ -307,13 +305,14 @@ __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&
 
 /// The first tile that a row sees sets its unit. `differs`: rows whose unit is another than c. A row
 /// that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
-template <class Config>
-__device__ __forceinline__ void set_units(Rows<Config>& rows, const Exponent (&c)[2],
-                                          const bool (&saw)[2], bool (&differs)[2]) {
+template <bool kMasked, class Config>
+__device__ __forceinline__ void set_units(Rows<Config>& rows, const KeyTile& tile,
+                                          const Exponent (&c)[2], bool (&differs)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (saw[r] and rows.unit[r] == kNoUnit) rows.unit[r] = c[r].nan ? 0 : c[r].value;
-    differs[r] = saw[r] and rows.unit[r] != c[r].value;
+    const bool saw = not kMasked or sees_any(rows.visible(r), tile.begin);
+    if (saw and rows.unit[r] == kNoUnit) rows.unit[r] = c[r].nan ? 0 : c[r].value;
+    differs[r] = saw and rows.unit[r] != c[r].value;
   }
 }
 
@@ -359,9 +358,8 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
   std::uint32_t seen[2];
-  bool saw[2] = {true, true};
   if constexpr (kMasked) {
-    find_seen(rows, tile, seen, saw);
+    find_seen(rows, tile, seen);
     mask_scores<kScores / 2>(s, seen);
   }
   if constexpr (kMasked and kGeneral) find_most_ev<Config>(s, *tile.factors, most_ev);
@@ -447,7 +445,7 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     }
   }
   bool differs[2];
-  set_units(rows, c, saw, differs);
+  set_units<kMasked>(rows, tile, c, differs);
   // The next scores are multiplied while T is added to O.
   if (kEarly) issue_next();
   ptx::wgmma_wait_group<kEarly ? 1 : 0>();
