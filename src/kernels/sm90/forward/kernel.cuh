@@ -177,55 +177,39 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
   tile::RingPosition<Config::kItems> q_at;
   tile::RingPosition<Config::kStages> kv_at;
   Rows<Config> rows;
-  float s[64];              // scores of the step at hand
-  std::uint32_t facts = 0;  // of their tile
-  QueryDescriptors<Config> q;  // of these scores, and of those that are issued next
-  const auto point_to = [&](int stage, int block) {
-    q.point_to(q_base + stage * kItemStep + block * kBlockStep);
-  };
-  const auto issue = [&](tile::RingPosition<Config::kStages> at) {
-    shared.kv_ring.wait_full(at);
-    ptx::wgmma_fence();
-    issue_scores(s, q, k_base + at.stage * kStageStep);
-    facts = shared.facts[at.stage];
-  };
   // The 64 rows of an item that are this warpgroup's. They take turns, since the lower rows of an
   // item see less of the diagonal.
   int block = consumer;
-  bool begun = false;  // the last step of the item before has multiplied the first tile of this one
   while (true) {
     shared.q_ring.wait_full(q_at);
     const Work& work = shared.work[q_at.stage];
     if (work.last) break;
     rows.start(shared.rows[q_at.stage] + block * 64 + tile::fragment_row(thread(), 0));
-    int remaining = work.visits.size();
-    if (remaining > 0 and not begun) {
-      point_to(q_at.stage, block);
-      issue(kv_at);
-      ptx::wgmma_wait_group<0>();
-      ptx::pin(s);
-    }
-    tile::RingPosition<Config::kItems> next_q = q_at;
-    next_q.advance();
-    const int next_block = block + 1 == Config::kConsumers ? 0 : block + 1;
-    begun = false;
-    // How the step at hand goes, and the scores that it issues: of the next tile, or at the end of
-    // the first tile of the next item. Where there is none it multiplies a tile that is there;
-    // nobody reads the result.
+    const std::uint32_t q_low = ptx::opaque(q_base + q_at.stage * kItemStep + block * kBlockStep);
+    float s[64];
+    std::uint32_t facts = 0;
+    const auto issue = [&](tile::RingPosition<Config::kStages> at) {
+      shared.kv_ring.wait_full(at);
+      ptx::wgmma_fence();
+      issue_scores<Config>(s, q_low, k_base + at.stage * kStageStep);
+      facts = shared.facts[at.stage];
+    };
+    // How the step at hand goes, and where the tile behind it is. The last step multiplies a tile
+    // that is there; nobody reads the result.
     Step kind = Step::kSkip;
+    int remaining = work.visits.size();
     tile::RingPosition<Config::kStages> next = kv_at;
     const auto look_ahead = [&] {
       enter_tile(rows, facts, params.score_scale);
       kind = TileFacts::step(facts, block);
-      if (Config::kEarlyScores and remaining == 1) {
-        shared.q_ring.wait_full(next_q);
-        const Work& next_work = shared.work[next_q.stage];
-        begun = not next_work.last and not next_work.visits.empty();
-        if (begun) point_to(next_q.stage, next_block);
-      }
-      if (remaining > 1 or begun) next.advance();
+      if (remaining > 1) next.advance();
     };
-    if (remaining > 0) look_ahead();
+    if (remaining > 0) {
+      issue(kv_at);
+      look_ahead();
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
+    }
     int begin = (work.visits.end - 1) * kKeyTile;
     while (remaining > 0) {
       KeyTile tile;
@@ -252,16 +236,17 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       }
       kv_at = next;
       begin -= kKeyTile;
-      if (--remaining > 0) look_ahead();
+      --remaining;
+      look_ahead();
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
     }
-    if (not work.visits.empty() and not begun) kv_at.advance();
+    if (not work.visits.empty()) kv_at.advance();
     store(params, work, rows, work.item.first + 64 * block,
           shared.out + (consumer * 64 + 16 * (thread() / 32)) * Config::kDim);
     ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));  // every lane: it happens rarely
-    q_at = next_q;
-    block = next_block;
+    q_at.advance();
+    block = block + 1 == Config::kConsumers ? 0 : block + 1;
   }
 }
 

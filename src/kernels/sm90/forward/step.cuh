@@ -42,9 +42,9 @@ __device__ __forceinline__ void state_rows(const Mask& mask, const Work& work,
   }
 #pragma unroll 1
   for (int row = lane; row < Config::kRows; row += 32, exponents >>= 8) {
-    facts[row] = {row < rows ? visible_keys(mask, d.q_len, d.k_len, work.item.first + row)
-                             : Range{0, 0},
-                  static_cast<std::int8_t>(exponents & 0xFF)};
+    facts[row] = {
+        row < rows ? visible_keys(mask, d.q_len, d.k_len, work.item.first + row) : Range{0, 0},
+        static_cast<std::int8_t>(exponents & 0xFF)};
   }
 }
 
@@ -86,7 +86,8 @@ __device__ __forceinline__ void enter_tile(Rows<Config>& rows, std::uint32_t fac
                                            float score_scale) {
   const bool same = ((facts ^ rows.tile_facts) & TileFacts::kExponents) == 0;
   rows.tile_facts = facts;
-  if (same) [[likely]] return;
+  if (same) [[likely]]
+    return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.a[r] = stages::score_factor(fabsf(score_scale), rows.eq(r),
@@ -108,30 +109,18 @@ using ValueLayout = tile::Descriptor<Config::kValueSwizzle>;
 
 // ---- products ---------------------------------------------------------------------------------
 
-/// Lower halves of the descriptors of Q, one for each 32 elements of a row.
-template <class Config>
-struct QueryDescriptors {
-  std::uint32_t low[Config::kDim / stages::kMmaDepth];
-
-  __device__ __forceinline__ void point_to(std::uint32_t first) {
-#pragma unroll
-    for (int step = 0; step < Config::kDim / stages::kMmaDepth; ++step) {
-      low[step] = ptx::opaque(first + step * kStepK32);
-    }
-  }
-};
-
 /// Issues S = Q K^T of a tile.
 template <class Config>
-__device__ __forceinline__ void issue_scores(float (&s)[64], const QueryDescriptors<Config>& q,
+__device__ __forceinline__ void issue_scores(float (&s)[64], std::uint32_t q_low,
                                              std::uint32_t k_low) {
   using Scores = ptx::WgmmaE4m3<kKeyTile>;
   using Layout = RowLayout<Config>;
-  Scores::fresh_ss(s, Layout::whole(q.low[0]), Layout::whole(k_low));
+  Scores::fresh_ss(s, Layout::whole(q_low), Layout::whole(k_low));
 #pragma unroll
   for (int step = 1; step < Config::kDim / stages::kMmaDepth; ++step) {
     // Sums of lower halves: a carry into the constant upper one would cost its registers.
-    Scores::add_ss(s, Layout::whole(q.low[step]), Layout::whole(k_low + step * kStepK32));
+    Scores::add_ss(s, Layout::whole(q_low + step * kStepK32),
+                   Layout::whole(k_low + step * kStepK32));
   }
   ptx::wgmma_commit_group();
 }
@@ -141,9 +130,8 @@ template <class Config, int kPartials>
 __device__ __forceinline__ void issue_values(float (&t)[kPartials], const std::uint32_t (&codes)[4],
                                              const KeyTile& tile, int quarter) {
   using Values = ptx::WgmmaE4m3<2 * kPartials>;
-  const std::uint64_t v =
-      ValueLayout<Config>::whole(tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit +
-                                 quarter * kStepK32);
+  const std::uint64_t v = ValueLayout<Config>::whole(
+      tile.low + kKeyTile * Config::kDim / tile::kDescriptorUnit + quarter * kStepK32);
   ptx::wgmma_fence();
   if (quarter == 0) {
     Values::fresh_rs(t, codes, v);
@@ -158,9 +146,8 @@ template <class Config>
 __device__ __forceinline__ void issue_sums(float (&sums)[4], const std::uint32_t (&codes)[4],
                                            const KeyTile& tile, int quarter) {
   using Ones = ptx::WgmmaE4m3<8>;
-  const std::uint64_t ones =
-      ValueLayout<Config>::whole(tile.low + 2 * kKeyTile * Config::kDim / tile::kDescriptorUnit +
-                                 quarter * kStepK32);
+  const std::uint64_t ones = ValueLayout<Config>::whole(
+      tile.low + 2 * kKeyTile * Config::kDim / tile::kDescriptorUnit + quarter * kStepK32);
   ptx::wgmma_fence();
   if (quarter == 0) {
     Ones::fresh_rs(sums, codes, ones);
@@ -303,8 +290,8 @@ __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&
   }
 }
 
-/// The first tile that a row sees sets its unit. `differs`: rows whose unit is another than c. A row
-/// that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
+/// The first tile that a row sees sets its unit. `differs`: rows whose unit is another than c. A
+/// row that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
 template <bool kMasked, class Config>
 __device__ __forceinline__ void set_units(Rows<Config>& rows, const KeyTile& tile,
                                           const Exponent (&c)[2], bool (&differs)[2]) {
@@ -431,8 +418,8 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
     }
     tile::pack_operand(codes[g], s + 16 * g);
     if constexpr (kMasked and not kGeneral) mask_codes(codes[g], seen, g);
-    // A dependency that is none: alpha, whose sign is 0, shall be formed beside the exponentials and
-    // not where T waits for it.
+    // A dependency that is none: alpha, whose sign is 0, shall be formed beside the exponentials
+    // and not where T waits for it.
     if (g == kQuarters - 1) codes[g][0] |= (bits_of(alpha[0]) | bits_of(alpha[1])) & kSign;
     issue_values<Config>(t, codes[g], tile, g);
     if constexpr (Config::kDump) {
