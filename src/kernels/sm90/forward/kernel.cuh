@@ -190,18 +190,19 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     std::uint32_t facts = 0;
     const auto issue = [&](tile::RingPosition<Config::kStages> at) {
       shared.kv_ring.wait_full(at);
+      facts = shared.facts[at.stage];
       ptx::wgmma_fence();
       issue_scores<Config>(s, q_low, k_base + at.stage * kStageStep);
-      facts = shared.facts[at.stage];
     };
     // How the step at hand goes, and where the tile behind it is. The last step multiplies a tile
     // that is there; nobody reads the result.
     Step kind = Step::kSkip;
     int remaining = work.visits.size();
     tile::RingPosition<Config::kStages> next = kv_at;
+    const std::uint32_t shift = ptx::opaque(TileFacts::step_shift(block));
     const auto look_ahead = [&] {
       enter_tile(rows, facts, params.score_scale);
-      kind = TileFacts::step(facts, block);
+      kind = TileFacts::step(facts, shift);
       if (remaining > 1) next.advance();
     };
     if (remaining > 0) {

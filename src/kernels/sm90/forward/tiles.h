@@ -54,11 +54,13 @@ struct TileScope {
 /// The exponents that leave the loop of a key tile's steps, and how the step of each warpgroup
 /// goes. EK is 0 where factors of keys hold it; EV is the largest of the tile.
 struct TileFacts : TileFactsBase {
-  __device__ __forceinline__ static std::uint32_t step_bits(int consumer, Step step) {
-    return static_cast<std::uint32_t>(step) << (16 + 3 * consumer);
+  /// Where the step of a block of 64 rows lies.
+  __device__ __forceinline__ static std::uint32_t step_shift(int block) { return 16 + 3 * block; }
+  __device__ __forceinline__ static std::uint32_t step_bits(int block, Step step) {
+    return static_cast<std::uint32_t>(step) << step_shift(block);
   }
-  __device__ __forceinline__ static Step step(std::uint32_t facts, int consumer) {
-    return static_cast<Step>((facts >> (16 + 3 * consumer)) & 7u);
+  __device__ __forceinline__ static Step step(std::uint32_t facts, std::uint32_t shift) {
+    return static_cast<Step>((facts >> shift) & 7u);
   }
 };
 
