@@ -210,39 +210,39 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       look_ahead();
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
-    }
-    int begin = (work.visits.end - 1) * kKeyTile;
-    while (remaining > 0) {
-      KeyTile tile;
-      tile.begin = begin;
-      tile.factors = shared.factors + kv_at.stage;
-      tile.low = k_base + kv_at.stage * kStageStep;
-      const auto issue_next = [&] { issue(next); };
+      int begin = (work.visits.end - 1) * kKeyTile;
+      do {
+        KeyTile tile;
+        tile.begin = begin;
+        tile.factors = shared.factors + kv_at.stage;
+        tile.low = k_base + kv_at.stage * kStageStep;
+        const auto issue_next = [&] { issue(next); };
 
-      if (kind == Step::kPlain) {
-        step<Config, Step::kPlain>(rows, s, tile, issue_next, block, params, work);
-      } else if (kind == Step::kMasked) {
-        step<Config, Step::kMasked>(rows, s, tile, issue_next, block, params, work);
-      } else if (kind == Step::kLowerMasked) {
-        step<Config, Step::kLowerMasked>(rows, s, tile, issue_next, block, params, work);
-      } else if (kind == Step::kGeneral) {
-        step<Config, Step::kGeneral>(rows, s, tile, issue_next, block, params, work);
-      } else if (kind == Step::kGeneralMasked) {
-        step<Config, Step::kGeneralMasked>(rows, s, tile, issue_next, block, params, work);
-      } else {
-        issue_next();
-      }
-      if (leader or Config::kEveryLaneArrives) {
-        ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
-      }
-      kv_at = next;
-      begin -= kKeyTile;
-      --remaining;
-      look_ahead();
-      ptx::wgmma_wait_group<0>();
-      ptx::pin(s);
+        if (kind == Step::kPlain) {
+          step<Config, Step::kPlain>(rows, s, tile, issue_next, block, params, work);
+        } else if (kind == Step::kMasked) {
+          step<Config, Step::kMasked>(rows, s, tile, issue_next, block, params, work);
+        } else if (kind == Step::kLowerMasked) {
+          step<Config, Step::kLowerMasked>(rows, s, tile, issue_next, block, params, work);
+        } else if (kind == Step::kGeneral) {
+          step<Config, Step::kGeneral>(rows, s, tile, issue_next, block, params, work);
+        } else if (kind == Step::kGeneralMasked) {
+          step<Config, Step::kGeneralMasked>(rows, s, tile, issue_next, block, params, work);
+        } else {
+          issue_next();
+        }
+        if (leader or Config::kEveryLaneArrives) {
+          ptx::mbarrier_arrive(shared.kv_ring.empty_at(kv_at.stage));
+        }
+        kv_at = next;
+        begin -= kKeyTile;
+        --remaining;
+        look_ahead();
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(s);
+      } while (remaining > 0);
+      kv_at.advance();
     }
-    if (not work.visits.empty()) kv_at.advance();
     store(params, work, rows, work.item.first + 64 * block,
           shared.out + (consumer * 64 + 16 * (thread() / 32)) * Config::kDim);
     ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));  // every lane: it happens rarely
