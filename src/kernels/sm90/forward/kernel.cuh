@@ -122,17 +122,40 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
 
 // ---- consumers --------------------------------------------------------------------------------
 
-/// O, LSE, mu and L of the thread's rows; rows of the document only are written.
+/// LSE, mu and L: two lanes of a quad write a row each.
+template <class Config>
+__device__ __forceinline__ void store_statistics(const ForwardParams& params, const Work& work,
+                                                 const Rows<Config>& rows, int lane, int warp_row) {
+  const int r = lane % 4;
+  const int row = warp_row + lane / 4 + 8 * r;
+  if (r >= 2 or row >= work.document.q_len) return;
+  const float m = r == 0 ? rows.m[0] : rows.m[1];
+  const float l = mul_rn(r == 0 ? rows.l[0] : rows.l[1], pow2(-stages::kProbabilityShift));
+  const bool keyless = rows.visible(r).empty();
+  const bool finite = m != -kInfinity;
+  const float mu = finite ? ceilf(m) : 0.0f;
+  const float correction = DeviceOps::exp2(m - mu);
+  const std::int64_t at = work.item.head * params.total_q + work.document.q_token + row;
+  if constexpr (Config::kDump) {
+    if (finite) params.dump.correction[at] = correction;
+  }
+  params.row_reference[at] = static_cast<int>(mu);
+  params.row_sum[at] = finite ? mul_rn(l, correction) : (keyless ? 1.0f : l);
+  params.lse[at] = keyless ? -kInfinity : stages::log_sum_exp<DeviceOps>(finite ? m : 0.0f, l);
+}
+
+/// O of the thread's rows, and what is stored of a row beside it; rows of the document only are
+/// written. `thread`: of the warpgroup; `staging`: the warpgroup's.
 template <class Config>
 __device__ __forceinline__ void store(const ForwardParams& params, const Work& work,
-                                      Rows<Config>& rows, int first_row, std::uint16_t* staging) {
-  const int lane = threadIdx.x % 32;
-  const int warp_row = first_row + tile::fragment_row(threadIdx.x % 128 - lane, 0);
-  const std::int64_t stats = work.item.head * params.total_q + work.document.q_token;
+                                      Rows<Config>& rows, int first_row, int thread,
+                                      std::uint16_t* staging) {
+  const int lane = thread % 32, warp = thread / 32;
+  const int warp_row = first_row + 16 * warp;
+  store_statistics(params, work, rows, lane, warp_row);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     // O / l in the units of both: what is left of them is one power of two.
-    const float l = mul_rn(rows.l[r], pow2(-stages::kProbabilityShift));
     const float unit = pow2(rows.unit[r] == kNoUnit ? 0 : rows.unit[r]);
     const bool keyless = rows.visible(r).empty();
     const Divisor divisor(rows.l[r]);
@@ -143,23 +166,10 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
         rows.o[j] = keyless ? 0.0f : mul_rn(divisor.divide(rows.o[j]), unit);
       }
     }
-    const int row = warp_row + lane / 4 + 8 * r;
-    if (lane % 4 == 0 and row < work.document.q_len) {
-      const bool finite = rows.m[r] != -kInfinity;
-      const float mu = finite ? ceilf(rows.m[r]) : 0.0f;
-      const float sum = finite ? mul_rn(l, DeviceOps::exp2(rows.m[r] - mu)) : (keyless ? 1.0f : l);
-      if constexpr (Config::kDump) {
-        if (finite) params.dump.correction[stats + row] = DeviceOps::exp2(rows.m[r] - mu);
-      }
-      params.row_reference[stats + row] = static_cast<int>(mu);
-      params.row_sum[stats + row] = sum;
-      params.lse[stats + row] =
-          keyless ? -kInfinity : stages::log_sum_exp<DeviceOps>(finite ? rows.m[r] : 0.0f, l);
-    }
   }
-
-  store_warp_rows<Config::kDim>(rows.o, staging, params.out, work.item.head, work.document.q_token,
-                                warp_row, work.document.q_len);
+  store_warp_rows<Config::kDim>(rows.o, staging + 16 * warp * Config::kDim, params.out,
+                                work.item.head, work.document.q_token, warp_row,
+                                work.document.q_len);
 }
 
 template <class Config>
@@ -243,8 +253,8 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       } while (remaining > 0);
       kv_at.advance();
     }
-    store(params, work, rows, work.item.first + 64 * block,
-          shared.out + (consumer * 64 + 16 * (thread() / 32)) * Config::kDim);
+    store(params, work, rows, work.item.first + 64 * block, thread(),
+          shared.out + consumer * 64 * Config::kDim);
     ptx::mbarrier_arrive(shared.q_ring.empty_at(q_at.stage));  // every lane: it happens rarely
     q_at.advance();
     block = block + 1 == Config::kConsumers ? 0 : block + 1;
