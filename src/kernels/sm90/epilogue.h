@@ -106,15 +106,11 @@ __device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std:
     return reinterpret_cast<const char*>(staging) + offset_of(first_row + row, piece);
   };
   if (aligned) {
-    // All loads, then all stores: none waits for another.
-    uint4 pieces[16 / kRowsAtOnce];
-#pragma unroll
-    for (int row = 0; row < 16; row += kRowsAtOnce) {
-      pieces[row / kRowsAtOnce] = *reinterpret_cast<const uint4*>(piece_of(row));
-    }
 #pragma unroll
     for (int row = 0; row < 16; row += kRowsAtOnce, to += step) {
-      if (row < rows) __stwb(reinterpret_cast<uint4*>(to), pieces[row / kRowsAtOnce]);
+      // The load is not under the condition, so that no load waits for the store before it.
+      const uint4 whole = *reinterpret_cast<const uint4*>(piece_of(row));
+      if (row < rows) *reinterpret_cast<uint4*>(to) = whole;
     }
   } else {
 #pragma unroll 1
