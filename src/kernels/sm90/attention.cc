@@ -120,7 +120,8 @@ void quantize(const DeviceProblem& problem, const DeviceCall& call,
       workspace.look_back, 0,
       static_cast<std::size_t>(look_back_words(problem)) * sizeof(*workspace.look_back),
       stream_of(call)));
-  cuda::quantize(problem.problem.recipe, tensors, workspace.look_back, stream_of(call));
+  cuda::quantize(problem.problem.recipe, tensors, workspace.look_back, problem.multiprocessors,
+                 stream_of(call));
 }
 
 void quantize_alone(const DeviceProblem& problem, const DeviceCall& call, Role role,
@@ -226,7 +227,7 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
   gradient.output_norms = workspace.output_norms;
   gradient.delta = workspace.delta;
   gradient.live = workspace.live;
-  cuda::prepare_gradient(device.problem.recipe, gradient, stream);
+  cuda::prepare_gradient(device.problem.recipe, gradient, device.multiprocessors, stream);
 
   cuda::ScalesArgs scales;
   scales.q_exponents = state.q.exponents;

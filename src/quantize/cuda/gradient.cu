@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     if (args.transposed != nullptr) {
       __syncthreads();
       store_transposed<L>(shared.codes, args.transposed + head_slots * L::kDim + first_slot, slots,
-                          slots - first_slot);
+                          0, slots - first_slot);
     }
     if (next >= items) return;
     item = next;
@@ -294,11 +294,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
 }  // namespace
 
-void prepare_gradient(const Recipe& recipe, const GradientArgs& args, cudaStream_t stream) {
+void prepare_gradient(const Recipe& recipe, const GradientArgs& args, int multiprocessors,
+                      cudaStream_t stream) {
   with_layout(args.g.dim, [&]<class L>(L) {
     const int items = L::tiles(args.g.slots) * args.g.heads;
     if (items == 0) return;
-    const int ctas = std::min(items, kCtas * multiprocessors());
+    const int ctas = std::min(items, kCtas * multiprocessors);
     gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, items,
                                                       is_aligned(args.dout), is_aligned(args.out));
     MXATTN_CUDA_CHECK(cudaGetLastError());

@@ -1,4 +1,4 @@
-// Host side of launches: what the quantisers' kernels are instantiated for, and how many CTAs stay.
+// Host side of launches: what the quantisers' kernels are instantiated for.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,14 +18,6 @@ void with_layout(int dim, const Body& body) {
   } else {
     body(Layout<128>{});
   }
-}
-
-/// Multiprocessors of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  MXATTN_CUDA_CHECK(cudaGetDevice(&device));
-  MXATTN_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
 }
 
 }  // namespace mxattn::cuda

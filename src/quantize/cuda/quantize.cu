@@ -1,16 +1,15 @@
 // Q, K, V to codes, exponents, transposed codes and norms, reading each tensor once.
 //
-// An item is a tile of slots of one head. CTAs stay: while one works on a tile, the rows of its
-// next items are on their way to shared memory.
+// An item is a tile of slots of one head (items.cuh). CTAs stay: while one works on a tile, the
+// rows of its next one are on their way to shared memory.
 //
-// A running exponent needs the maximum of all earlier tokens of the document. CTAs take items in
-// order; each publishes the maximum of what its last document holds in the tile, and looks back
-// over the tiles before it until one knows the maximum from the document's start. It encodes a tile
-// only after it has published the next one: all work at different phases, and what a tile needs of
-// twenty others was published a whole period before. A CTA publishes and encodes its items in order
-// and never waits before it publishes, so the first unfinished item never waits.
+// A running exponent needs the maximum of all earlier tokens of the document. Each tile publishes
+// the maximum of what its last document holds in it, and looks back over the tiles before it until
+// one knows the maximum from the document's start. A CTA takes its items in order and never waits
+// before it publishes, so the first unfinished item never waits.
 #include <algorithm>
 
+#include "quantize/cuda/items.cuh"
 #include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
@@ -18,50 +17,17 @@
 namespace mxattn::cuda {
 namespace {
 
-constexpr int kNothing = -128;  // the maximum of no token
+constexpr int kNothing = -128;    // the maximum of no token
+constexpr int kStreamTiles = 16;  // at least that many on average
 
 /// How tiles of a scale group are worked on.
 template <ScaleGroup kGroup>
 struct Config {
   static constexpr bool kRunning = kGroup == ScaleGroup::kRunning;
   static constexpr bool kBlocks = kGroup == ScaleGroup::kBlock32;
-  /// CTAs on a multiprocessor. A tile that waits and the other half of a block take registers.
-  static constexpr int kCtas = kRunning ? 2 : kBlocks ? 3 : 4;
+  /// CTAs on a multiprocessor. The other half of a block takes registers.
+  static constexpr int kCtas = kBlocks ? 3 : 4;
 };
-
-/// The items of all tensors. Tiles of all heads of all tensors advance together, so that a tile's
-/// predecessors are earlier items, and few of them unfinished.
-struct Batch {
-  QuantizeArgs tensors[kMaxTensors];  // by descending numbers of tiles
-  bool aligned[kMaxTensors] = {};
-  std::uint32_t* words[kMaxTensors] = {};  // what tiles publish, (heads, tiles)
-  int tiles[kMaxTensors] = {};             // of a head
-  int heads[kMaxTensors] = {};             // of this tensor and those before it
-  int begins[kMaxTensors] = {};  // the item at which only this tensor and those before go on
-  int items = 0;
-  std::uint32_t* ticket = nullptr;  // the next item
-};
-
-struct alignas(16) Item {
-  int tensor;  // -1: there are no more
-  int head;
-  int tile;
-};
-
-__device__ __forceinline__ Item item_of(const Batch& batch, std::uint32_t ticket) {
-  const int index = static_cast<int>(ticket);
-  if (index >= batch.items) return {-1, 0, 0};
-  // The tensors up to `last` go on here; those behind it have ended, at its first tile.
-  int last = 0;
-  while (index < batch.begins[last]) ++last;
-  const int first_tile = last + 1 < kMaxTensors ? batch.tiles[last + 1] : 0;
-  const int at = index - batch.begins[last];
-  const int head = at % batch.heads[last];
-  int tensor = 0;
-  while (head >= batch.heads[tensor]) ++tensor;
-  return {tensor, head - (tensor > 0 ? batch.heads[tensor - 1] : 0),
-          first_tile + at / batch.heads[last]};
-}
 
 // ---- maxima of earlier tiles ------------------------------------------------------------------
 
@@ -105,20 +71,17 @@ __device__ __forceinline__ int look_back(const std::uint32_t* words, int tile, s
 
 // ---- maxima inside a tile ---------------------------------------------------------------------
 
-constexpr unsigned kBuffers = 2;  // tiles whose rows are on their way to a CTA
-constexpr unsigned kItems = 8;    // a CTA's items that a warp may ask for at the same time
-constexpr unsigned kPlaces = 4;   // those between their fetch and their codes
+constexpr unsigned kItems = 4;  // a CTA's items between the look-up and the codes, at least
 
 template <class L>
 struct Shared {
-  RowBuffer<L> rows[kBuffers];
+  RowBuffer<L> rows;
   CodeTile<L> codes;
-  Item items[kItems];               // item i of the CTA at i % kItems; so for the following
-  Rows places[kPlaces][kWarps];     // of the warps' slots, each for its warp alone
-  Span spans[kMaxTensors][kWarps];  // the documents of the last places in each tensor
-  int maximum[2][kWarps];           // of the exponents of a warp's tokens
-  int beyond[2][kWarps];            // of those that share a block with them and lie in another tile
-  int document[2][kWarps];          // Rows::document, -1 where there are no slots
+  Queues queues;
+  Item items[kItems];           // item i of the CTA at i % kItems; so for the following
+  Rows places[kItems][kWarps];  // of the warps' slots; document -1: none are the item's
+  int maximum[2][kWarps];       // of the exponents of a warp's tokens
+  int beyond[2][kWarps];        // of those that share a block with them and lie in another tile
 };
 
 /// A warp's part of a tile whose tokens have exponents.
@@ -127,6 +90,7 @@ struct Work {
   LaneRows<L> values;
   int exponents[L::kPasses];  // of tokens, or their running maxima inside the warp
   // Of running maxima:
+  std::uint32_t word;  // what earlier tiles have published, asked for early
   int before;   // of the document's tokens in earlier warps
   int last;     // of the last document
   bool joins;   // the warp's document began in an earlier tile
@@ -163,23 +127,25 @@ __device__ __forceinline__ int warp_maximum(const int (&exponents)[L::kPasses]) 
 
 /// What the tile's other warps tell of running maxima; the first warp tells the other tiles.
 template <class L>
-__device__ __forceinline__ void meet(const int (&documents)[kWarps], const int (&maxima)[kWarps],
-                                     int tile, std::uint32_t* word, Work<L>& work) {
+__device__ __forceinline__ void meet(const Rows (&places)[kWarps], const int (&maxima)[kWarps],
+                                     const Item& item, Work<L>& work) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int lane_document = lane < kWarps ? documents[lane] : -1;
+  const int lane_document = lane < kWarps ? places[lane].document : -1;
   const int lane_maximum = lane < kWarps ? maxima[lane] : kNothing;
-  const int document = documents[warp];
+  const int document = places[warp].document;
+  const int first_document = places[0].document;
   const bool earlier = lane < warp and lane_document == document;
   work.before = __reduce_max_sync(kAll, earlier ? lane_maximum : kNothing);
-  const bool enters = documents[0] < tile * L::kSlots;  // began in an earlier tile
-  work.joins = enters and document == documents[0];
+  const bool enters = first_document >= 0 and first_document < item.tile * L::kSlots;
+  work.joins = enters and document == first_document;
   if (warp == 0) {
-    const int last_document = documents[kWarps - 1];
+    const int last_document = places[kWarps - 1].document;
+    if (last_document < 0) return;  // no tile of the stream follows
     work.passes = enters and document == last_document;
     work.last = __reduce_max_sync(kAll, lane_document == last_document ? lane_maximum : kNothing);
-    publish(word, work.passes ? kPartial : kComplete, work.last);
+    publish(item.words + item.tile, work.passes ? kPartial : kComplete, work.last);
   }
 }
 
@@ -199,12 +165,13 @@ __device__ __forceinline__ bool leaves_tile(const Rows& rows) {
 
 /// Exponent of the warp's block of 32 tokens. `beyond` is for those that leave the tile.
 template <class L>
-__device__ __forceinline__ int block_maximum(const int (&documents)[kWarps],
+__device__ __forceinline__ int block_maximum(const Rows (&places)[kWarps],
                                              const int (&maxima)[kWarps],
-                                             const int (&beyond)[kWarps], const Rows& place) {
+                                             const int (&beyond)[kWarps]) {
   constexpr int kGroupWarps = kGroup / L::kWarpSlots;
   const int warp = threadIdx.x / 32;
   const int own = warp / kGroupWarps * kGroupWarps;
+  const Rows& place = places[warp];
   const bool leaves = leaves_tile<L>(place);
   const int other = own + to_other_half(place) / L::kWarpSlots;
   int maximum = kNothing;
@@ -213,7 +180,7 @@ __device__ __forceinline__ int block_maximum(const int (&documents)[kWarps],
     maximum = max(maximum, maxima[own + w]);
     if (leaves) {
       maximum = max(maximum, beyond[own + w]);
-    } else if (documents[other + w] == place.document) {
+    } else if (places[other + w].document == place.document) {
       maximum = max(maximum, maxima[other + w]);
     }
   }
@@ -230,47 +197,26 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
 
-  // Where the warp stands in item i of the CTA.
-  const auto find = [&](unsigned i) {
-    const Item item = shared.items[i % kItems];
-    const QuantizeArgs& args = batch.tensors[item.tensor];
-    const int at = item.tile * L::kSlots + slot;
-    Span& span = shared.spans[item.tensor][warp];
-    if (not holds(span, at)) {
-      const Span found = find_span(args.cu_seqlens, args.num_documents, at);
-      __syncwarp();
-      if (lane == 0) span = found;
-      __syncwarp();
-    }
-    Rows place = rows_of(span, at);
-    if (at >= args.out.slots) {  // slots are a multiple of 16
-      place.left = 0;
-      place.document = -1;
-    }
-    __syncwarp();  // what was there has been read
-    if (lane == 0) shared.places[i % kPlaces][warp] = place;
-    __syncwarp();
+  const auto look_up_item = [&](unsigned i, std::uint32_t ticket) {
+    const std::uint32_t index = __shfl_sync(0xFFFFFFFFu, ticket, 0);
+    look_up<L>(batch, shared.queues, static_cast<int>(index), shared.items[i % kItems],
+               shared.places[i % kItems]);
   };
   const auto fetch = [&](unsigned i) {
-    const Item item = shared.items[i % kItems];
-    if (item.tensor >= 0) {
-      shared.rows[i % kBuffers].fetch(batch.tensors[item.tensor].x, batch.aligned[item.tensor],
-                                      item.head, shared.places[i % kPlaces][warp]);
+    const Item& item = shared.items[i % kItems];
+    if (item.present()) {
+      shared.rows.fetch(item.rows(), item.aligned, 0, shared.places[i % kItems][warp]);
     }
     ptx::copy_async_commit_group();
-  };
-  const auto words_of = [&](const Item& item) {
-    return batch.words[item.tensor] + std::int64_t{item.head} * batch.tiles[item.tensor];
   };
 
   // Rows to exponents of tokens, and what of them other warps need.
   const auto survey = [&](unsigned i, Work<L>& work) {
-    const Item item = shared.items[i % kItems];
-    const QuantizeArgs& args = batch.tensors[item.tensor];
-    const Rows& place = shared.places[i % kPlaces][warp];
-    const float scale = args.rotate ? L::kRotationNorm : 1.0f;
+    const Item& item = shared.items[i % kItems];
+    const Rows& place = shared.places[i % kItems][warp];
+    const bool rotated = item.rotate;
     const auto find_exponents = [&](const Rows& rows) {
-      token_exponents<L>(rule, work.values, scale, work.exponents);
+      token_exponents<L>(rule, work.values, rotated ? L::kRotationNorm : 1.0f, work.exponents);
 #pragma unroll
       for (int pass = 0; pass < L::kPasses; ++pass) {
         if (lane_row(pass) >= rows.left) work.exponents[pass] = kNothing;
@@ -280,37 +226,32 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
       int maximum = kNothing;
       if (place.document >= 0 and leaves_tile<L>(place)) {
         const Rows rows = place.shifted(to_other_half(place));
-        load_rows<L>(args.x, batch.aligned[item.tensor], item.head, rows, work.values);
-        if (args.rotate) rotate<L>(work.values);
+        load_rows<L>(item.rows(), item.aligned, 0, rows, work.values);
+        if (rotated) rotate<L>(work.values);
         find_exponents(rows);
         maximum = warp_maximum<L>(work.exponents);
       }
       if (lane == 0) shared.beyond[i % 2][warp] = maximum;
     }
-    RowBuffer<L>& rows = shared.rows[i % kBuffers];
-    ptx::copy_async_wait_group<kBuffers - 1>();
-    if (args.rotate) {
-      take_rotated_rows<L>(rows, work.values);
+    ptx::copy_async_wait_group<0>();
+    if (rotated) {
+      take_rotated_rows<L>(shared.rows, work.values);
     } else {
-      take_rows<L>(rows, work.values);
+      take_rows<L>(shared.rows, work.values);
     }
-    fetch(i + kBuffers);
+    fetch(i + 1);
+    if constexpr (C::kRunning) work.word = peek(item.words, item.tile - 1);
     find_exponents(place);
     int maximum = kNothing;
     if constexpr (C::kRunning) maximum = run_maxima<L>(work.exponents);
     if constexpr (C::kBlocks) maximum = warp_maximum<L>(work.exponents);
-    if (lane == 0) {
-      shared.maximum[i % 2][warp] = maximum;
-      shared.document[i % 2][warp] = place.document;
-    }
+    if (lane == 0) shared.maximum[i % 2][warp] = maximum;
   };
 
   // Exponents of operands, codes, norms. The exponents of the warp's tokens are at least `before`.
   const auto encode = [&](unsigned i, Work<L>& work, int before) {
-    const Item item = shared.items[i % kItems];
-    const QuantizeArgs& args = batch.tensors[item.tensor];
-    const Rows& place = shared.places[i % kPlaces][warp];
-    const float scale = args.rotate ? L::kRotationNorm : 1.0f;
+    const Item& item = shared.items[i % kItems];
+    const Rows& place = shared.places[i % kItems][warp];
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       int exponent = work.exponents[pass];
@@ -319,131 +260,98 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
       const bool token = lane_row(pass) < place.left;
       work.exponents[pass] = token ? exponent : stages::kTokenExponentMin;
     }
-    const std::int64_t head_slots = item.head * args.out.slots;
-    const std::int64_t row = head_slots + item.tile * L::kSlots;
     if (place.document >= 0) {
-      encode_rows<L>(work.values, work.exponents, scale, slot, args.out.codes + row * L::kDim, true,
-                     args.out.norms != nullptr or args.transposed != nullptr, shared.codes);
+      const bool normed = item.norms != nullptr;
+      encode_rows<L>(work.values, work.exponents, item.rotate ? L::kRotationNorm : 1.0f, slot,
+                     item.codes, true, normed or item.transposed != nullptr, shared.codes);
       if (lane % kRowLanes == 0) {
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
-          args.out.exponents[row + slot + lane_row(pass)] =
-              static_cast<std::int8_t>(work.exponents[pass]);
+          item.exponents[slot + lane_row(pass)] = static_cast<std::int8_t>(work.exponents[pass]);
         }
       }
-      if (args.out.norms != nullptr) {
+      if (normed) {
         __syncwarp();
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
           const int at = slot + lane_row(pass);
           const int norm = code_norm<L>(shared.codes, at, work.exponents[pass]);
-          if (lane % kRowLanes == 0) args.out.norms[row + at] = static_cast<std::int8_t>(norm);
+          if (lane % kRowLanes == 0) item.norms[at] = static_cast<std::int8_t>(norm);
         }
       }
     }
-    if (args.transposed != nullptr) {
+    if (item.transposed != nullptr) {
       __syncthreads();
-      const int slots = static_cast<int>(args.out.slots) - item.tile * L::kSlots;
-      store_transposed<L>(shared.codes,
-                          args.transposed + head_slots * L::kDim + item.tile * L::kSlots,
-                          args.out.slots, slots);
+      store_transposed<L>(shared.codes, item.transposed, item.slots, item.begin, item.end);
     }
   };
 
-  // The last warp draws items, one more than the rows of which are asked for.
-  const bool draws = threadIdx.x == kThreads - 1;
-  if (draws) {
-    for (unsigned i = 0; i <= kBuffers; ++i) {
-      shared.items[i] = item_of(batch, atomicAdd(batch.ticket, 1u));
-    }
-  }
-  if (lane < kMaxTensors) shared.spans[lane][warp] = {};
+  if (warp < kMaxTensors) cut<L>(batch, warp, shared.queues);
   __syncthreads();
-  for (unsigned i = 0; i < kBuffers; ++i) {
-    if (shared.items[i].tensor >= 0) find(i);
-    fetch(i);
-  }
-
-  // Item i gets its exponents, and its codes unless it has to look back; else the one before it,
-  // `waiting`, does. Returns whether there is more to do.
-  const auto step = [&](unsigned i, Work<L>& work, Work<L>& waiting) {
-    const Item item = shared.items[i % kItems];
-    const Item previous = shared.items[(i - 1) % kItems];
-    const bool present = item.tensor >= 0;
-    const bool looks = C::kRunning and i > 0 and waiting.joins;
-    std::uint32_t word = 0;  // what other CTAs have published, asked for early
-    if (looks) word = peek(words_of(previous), previous.tile - 1);
-    std::uint32_t ticket = 0;
-    if (draws) ticket = atomicAdd(batch.ticket, 1u);
-    if (present) {
-      if (shared.items[(i + kBuffers) % kItems].tensor >= 0) find(i + kBuffers);
-      survey(i, work);
+  order(batch, shared.queues);
+  __syncthreads();
+  if (warp == 0) {
+    for (unsigned i = 0; i < 2; ++i) {
+      look_up_item(i, lane == 0 ? atomicAdd(batch.ticket, 1u) : 0);
     }
-    if (draws) shared.items[(i + kBuffers + 1) % kItems] = item_of(batch, ticket);
+  }
+  __syncthreads();
+  fetch(0);
+  for (unsigned i = 0; shared.items[i % kItems].present(); ++i) {
+    const Item& item = shared.items[i % kItems];
+    const Rows(&places)[kWarps] = shared.places[i % kItems];
+    // Warps draw by turns, two items ahead.
+    const bool draws = i % kWarps == static_cast<unsigned>(warp);
+    std::uint32_t ticket = 0;
+    if (draws and lane == 0) ticket = atomicAdd(batch.ticket, 1u);
+    Work<L> work;
+    survey(i, work);
+    if (draws) look_up_item(i + 2, ticket);
     // Behind it lie what the warps found, the item drawn, and codes that have been read.
     __syncthreads();
-    const int(&documents)[kWarps] = shared.document[i % 2];
-    const int(&maxima)[kWarps] = shared.maximum[i % 2];
+    int before = kNothing;
     if constexpr (C::kRunning) {
-      if (present) meet<L>(documents, maxima, item.tile, words_of(item) + item.tile, work);
-      if (i > 0) {
-        int before = waiting.before;
-        if (looks) {
-          std::uint32_t* const words = words_of(previous);
-          const int earlier = look_back(words, previous.tile, word);
-          before = max(before, earlier);
-          if (warp == 0 and waiting.passes) {
-            publish(words + previous.tile, kComplete, max(earlier, waiting.last));
-          }
+      meet<L>(places, shared.maximum[i % 2], item, work);
+      before = work.before;
+      if (work.joins) {
+        const int earlier = look_back(item.words, item.tile, work.word);
+        before = max(before, earlier);
+        if (warp == 0 and work.passes) {
+          publish(item.words + item.tile, kComplete, max(earlier, work.last));
         }
-        encode(i - 1, waiting, before);
       }
-    } else if (present) {
-      int before = kNothing;
-      if constexpr (C::kBlocks) {
-        before = block_maximum<L>(documents, maxima, shared.beyond[i % 2],
-                                  shared.places[i % kPlaces][warp]);
-      }
-      encode(i, work, before);
     }
-    return present;
-  };
-  if constexpr (C::kRunning) {
-    // Copied, 32 moves a lane: two places by turns would double the code and spill.
-    Work<L> work, waiting;
-    for (unsigned i = 0; step(i, work, waiting); ++i) waiting = work;
-  } else {
-    Work<L> work;
-    for (unsigned i = 0; step(i, work, work); ++i) {
+    if constexpr (C::kBlocks) {
+      before = block_maximum<L>(places, shared.maximum[i % 2], shared.beyond[i % 2]);
     }
+    encode(i, work, before);
   }
 }
 
 template <class L>
 void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::uint32_t* scratch,
-            cudaStream_t stream) {
+            int multiprocessors, cudaStream_t stream) {
   Batch batch;
   batch.ticket = scratch++;
-  const int count = static_cast<int>(tensors.size());
-  std::copy(tensors.begin(), tensors.end(), batch.tensors);
-  std::stable_sort(batch.tensors, batch.tensors + count,
-                   [](const auto& a, const auto& b) { return a.out.slots > b.out.slots; });
-  for (int i = 0; i < count; ++i) {
-    const QuantizeArgs& tensor = batch.tensors[i];
+  int most_tiles = 0;
+  std::int64_t items = 0;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const QuantizeArgs& tensor = tensors[i];
+    batch.tensors[i] = tensor;
     batch.aligned[i] = is_aligned(tensor.x);
     batch.tiles[i] = L::tiles(tensor.out.slots);
-    batch.heads[i] = (i > 0 ? batch.heads[i - 1] : 0) + tensor.out.heads;
     batch.words[i] = scratch;
-    scratch += std::int64_t{tensor.out.heads} * batch.tiles[i];
+    const std::int64_t tiles = std::int64_t{tensor.out.heads} * batch.tiles[i];
+    scratch += tiles;
+    items += tiles;
+    most_tiles = std::max(most_tiles, batch.tiles[i]);
   }
-  for (int i = count - 1; i >= 0; --i) {
-    batch.begins[i] = batch.items;
-    const int ended = i + 1 < count ? batch.tiles[i + 1] : 0;
-    batch.items += batch.heads[i] * (batch.tiles[i] - ended);
-  }
-  if (batch.items == 0) return;
+  if (items == 0) return;
   const auto run = [&]<class C>(C) {
-    const int ctas = std::min(batch.items, C::kCtas * multiprocessors());
+    // Streams are of use where tiles look back.
+    if (C::kRunning) batch.streams = std::clamp(most_tiles / kStreamTiles, 1, kMaxStreams);
+    const auto ctas =
+        static_cast<unsigned>(std::min(items, std::int64_t{C::kCtas} * multiprocessors));
     quantize_kernel<L, C><<<ctas, kThreads, 0, stream>>>(batch, recipe.exponent_rule);
   };
   switch (recipe.scale_group) {
@@ -470,14 +378,15 @@ std::int64_t quantize_scratch_words(int heads, std::int64_t slots) {
 }
 
 void quantize(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::uint32_t* scratch,
-              cudaStream_t stream) {
+              int multiprocessors, cudaStream_t stream) {
   if (tensors.empty()) return;
   const int dim = tensors.front().out.dim;
   MXATTN_CHECK(tensors.size() <= kMaxTensors, tensors.size(), " tensors");
   for (const QuantizeArgs& tensor : tensors) {
     MXATTN_CHECK(tensor.out.dim == dim, "tensors of dim ", dim, " and ", tensor.out.dim);
   }
-  with_layout(dim, [&]<class L>(L) { launch<L>(recipe, tensors, scratch, stream); });
+  with_layout(dim,
+              [&]<class L>(L) { launch<L>(recipe, tensors, scratch, multiprocessors, stream); });
 }
 
 }  // namespace mxattn::cuda

@@ -34,7 +34,7 @@ std::int64_t quantize_scratch_words(int heads, std::int64_t slots);
 /// Q, K and V, or some of them, in one launch. ScaleGroup::kRunning, kToken and kBlock32. `scratch`
 /// must be zero: the caller clears it together with whatever else must be.
 void quantize(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::uint32_t* scratch,
-              cudaStream_t stream);
+              int multiprocessors, cudaStream_t stream);
 
 /// Maxima of bytes of tokens over parts of a document's chunks (stages::chunk_begin), each token
 /// its own part: what a scale of dS takes of nV, and of EK where exponents are not monotone.
@@ -83,7 +83,8 @@ struct GradientArgs {
   std::uint8_t* live = nullptr;         // (heads_q, q_slots): 1 if any code of g is not 0
 };
 
-void prepare_gradient(const Recipe& recipe, const GradientArgs& args, cudaStream_t stream);
+void prepare_gradient(const Recipe& recipe, const GradientArgs& args, int multiprocessors,
+                      cudaStream_t stream);
 
 /// Scales of the dK/dV pass that are in force at a query tile (stages::ChunkScales), and whether it
 /// holds any gradient. Tables of them are indexed by (head, slot / 16) of the tile's first slot:

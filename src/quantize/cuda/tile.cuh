@@ -69,7 +69,32 @@ __device__ __forceinline__ bool holds(const Span& span, int slot) {
   return span.start <= slot and slot < span.end;
 }
 
-/// The document of `slot`: the last one that starts at or before it. The whole warp searches.
+__device__ __forceinline__ Span span_of(const std::int32_t* cu_seqlens, int num_documents,
+                                        int document) {
+  const int begin = __ldg(cu_seqlens + document);
+  const int next = __ldg(cu_seqlens + document + 1);
+  return {.start = static_cast<int>(document_slot(begin, document)),
+          .end = document + 1 < num_documents ? static_cast<int>(document_slot(next, document + 1))
+                                              : std::numeric_limits<int>::max(),
+          .begin = begin,
+          .length = next - begin};
+}
+
+/// The document of a slot among those in [low, high): the last one that starts at or before it.
+__device__ __forceinline__ int document_of(const std::int32_t* cu_seqlens, int low, int high,
+                                           int slot) {
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (document_slot(__ldg(cu_seqlens + middle), middle) <= slot) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/// The span of `slot`. The whole warp searches.
 __device__ __forceinline__ Span find_span(const std::int32_t* cu_seqlens, int num_documents,
                                           int slot) {
   const int lane = threadIdx.x % 32;
@@ -82,13 +107,7 @@ __device__ __forceinline__ Span find_span(const std::int32_t* cu_seqlens, int nu
     low += (count - 1) * stride;
     high = min(high, low + stride);
   }
-  const int begin = cu_seqlens[low];
-  const int next = cu_seqlens[low + 1];
-  return {.start = static_cast<int>(document_slot(begin, low)),
-          .end = low + 1 < num_documents ? static_cast<int>(document_slot(next, low + 1))
-                                         : std::numeric_limits<int>::max(),
-          .begin = begin,
-          .length = next - begin};
+  return span_of(cu_seqlens, num_documents, low);
 }
 
 /// Consecutive slots of a document. Slot i holds a token if i < left.
@@ -420,12 +439,12 @@ __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
 }
 
 /// Transposes tiles: (channel, slot), each 16 slots in the order pi of tile/swizzle.h.
-/// `transposed` is the first channel's row at the first slot. Slots from `slots` on are not there.
-/// A thread moves 4 channels of 8 positions a tile.
+/// `transposed` is the first channel's row at the first slot. Slots before `begin` and from `end`
+/// on are left alone. A thread moves 4 channels of 8 positions a tile.
 template <class L, int kTiles>
 __device__ __forceinline__ void store_transposed(CodeTile<L, kTiles>& tile,
                                                  std::uint8_t* transposed, std::int64_t stride,
-                                                 int slots) {
+                                                 int begin, int end) {
   constexpr int kPositions = 8 * kTiles;
   constexpr int kBlocks = L::kSlots / 64;  // of 8 lanes, side by side in a channel
   static_assert(kThreads == L::kSlots / 8 * L::kDim / 4);
@@ -433,7 +452,7 @@ __device__ __forceinline__ void store_transposed(CodeTile<L, kTiles>& tile,
   const unsigned lane = threadIdx.x % 32;
   const unsigned first = kPositions * (lane % 8 + 8 * (warp % kBlocks));
   const unsigned channel = 4 * (lane / 8 + 4 * (warp / kBlocks));
-  if (static_cast<int>(first) >= slots) return;
+  if (static_cast<int>(first) < begin or static_cast<int>(first) >= end) return;
   // pi(8 + p) = pi(p) + 4
   const unsigned from = tile.offset(first / kGroup * kGroup | first % kGroup / 2, channel);
   std::uint32_t rows[4][kPositions / 4];  // [channel][four positions]

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 6)
   __syncthreads();
   store_transposed(tile,
                    batch.operands[index].transposed + head * operand.slots * L::kDim + first_slot,
-                   operand.slots, slots);
+                   operand.slots, 0, slots);
 }
 
 }  // namespace
