@@ -2,6 +2,7 @@
 //
 // As in quantize.cu CTAs stay, and the rows of their next tile are on their way while they work.
 #include <algorithm>
+#include <bit>
 
 #include "base/division.h"
 #include "quantize/cuda/launch.h"
@@ -11,15 +12,21 @@
 namespace mxattn::cuda {
 namespace {
 
-constexpr int kCtas = 4;  // on a multiprocessor
+constexpr int kCtas = 4;      // on a multiprocessor
+constexpr int kMinTurns = 6;  // runs of a CTA, where they are as long
 
-/// Rows of O as BF16, 16-byte units of odd rows moved so that two rows spread over the banks.
+/// Rows of O as BF16, 16-byte units permuted so that eight rows spread over the banks, and two
+/// while they are written.
 template <class L>
 struct OutputTile {
-  uint4 units[L::kSlots * L::kDim / 8];
+  alignas(128) std::uint8_t bytes[L::kSlots * L::kDim * 2];
 
-  __device__ __forceinline__ uint4* at(int slot, int unit) {
-    return units + slot * (L::kDim / 8) + (unit ^ (slot & 1) << 2);
+  /// Offsets of parts without a common bit combine by exclusive or.
+  __device__ __forceinline__ static constexpr unsigned offset(unsigned slot, unsigned unit) {
+    return slot * (L::kDim * 2) ^ (unit ^ slot % 2 * 4 ^ slot / 2 % 4) * 16;
+  }
+  __device__ __forceinline__ uint4* at(unsigned offset) {
+    return reinterpret_cast<uint4*>(bytes + offset);
   }
 };
 
@@ -28,39 +35,38 @@ struct Shared {
   RowBuffer<L> rows;  // of dO
   OutputTile<L> out;
   CodeTile<L> codes;
-  Span spans[kWarps];  // where a warp stands, for itself
-  Rows next[kWarps];
+  Rows places[kWarps];  // of the warps' slots, each for its warp alone
 };
 
-/// x / divisor, IEEE division. A divisor is a row sum L, between 1/2 and the number of tokens, or
-/// NaN. Inf may become NaN: either gives the row exponent 127 and codes 0.
+/// x / divisor, IEEE division, and so for `largest`, their largest magnitude. A divisor is a row
+/// sum L, between 1/2 and the number of tokens, or NaN. Inf may become NaN: either gives the row
+/// exponent 127 and codes 0.
 template <int kCount>
-__device__ __forceinline__ void divide(float (&x)[kCount], float divisor) {
+__device__ __forceinline__ void divide(float (&x)[kCount], float& largest, float divisor) {
   const Divisor by(divisor);
-  float largest = 0;
-#pragma unroll
-  for (int c = 0; c < kCount; ++c) largest = ptx::max_magnitude(largest, x[c]);
   if (largest < pow2(Divisor::kLimit - 1)) {
 #pragma unroll
     for (int c = 0; c < kCount; ++c) x[c] = by.divide(x[c]);
+    largest = by.divide(largest);
   } else {
     // Values from 1 on are brought into Divisor's range, exactly; rarer than rare.
     constexpr int kShift = 70;
+    const auto divide_any = [&](float value) {
+      const bool large = fabsf(value) >= 1;
+      const float q = by.divide(mul_rn(value, large ? pow2(-kShift) : 1.0f));
+      return mul_rn(q, large ? pow2(kShift) : 1.0f);
+    };
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) {
-      const bool large = fabsf(x[c]) >= 1;
-      const float q = by.divide(mul_rn(x[c], large ? pow2(-kShift) : 1.0f));
-      x[c] = mul_rn(q, large ? pow2(kShift) : 1.0f);
-    }
+    for (int c = 0; c < kCount; ++c) x[c] = divide_any(x[c]);
+    largest = divide_any(largest);
   }
 }
 
-/// Of a unit of O, channels q and q + 4, q the lane's place in its row.
-__device__ __forceinline__ void chain_outputs(const uint4& unit, float& low, float& high) {
+/// Channels q and q + 4 of a unit of O, q the lane's place in its row.
+__device__ __forceinline__ std::uint32_t chain_outputs(const uint4* unit) {
   const std::uint32_t q = threadIdx.x % kRowLanes;
-  const std::uint32_t selector = (2 * q + 1) << 12 | (2 * q) << 8;  // to the upper half
-  low = __uint_as_float(ptx::permute_bytes(unit.x, unit.y, selector) & 0xFFFF0000u);
-  high = __uint_as_float(ptx::permute_bytes(unit.z, unit.w, selector) & 0xFFFF0000u);
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(unit) + q / 2;
+  return ptx::permute_bytes(words[0], words[2], q % 2 == 0 ? 0x5410 : 0x7632);
 }
 
 /// Largest and least magnitude of elements of O that are not 0, as BF16 bits, which order like
@@ -69,9 +75,10 @@ class Extremes {
  public:
   /// Two elements.
   __device__ __forceinline__ void add(std::uint32_t pair) {
-    most_ = __vmaxu2(most_, pair & 0x7FFF7FFFu);
+    const std::uint32_t magnitudes = pair & 0x7FFF7FFFu;
+    most_ = __vmaxu2(most_, magnitudes);
     // Magnitudes less 1: zeros become the largest.
-    below_ = __vminu2(below_, ((pair | 0x80008000u) - 0x00010001u) ^ 0x80008000u);
+    below_ = __viaddmin_u16x2(magnitudes, 0xFFFFFFFFu, below_);
   }
   /// Over the lanes of the row.
   __device__ __forceinline__ void reduce() {
@@ -104,17 +111,19 @@ template <class L>
 __device__ __forceinline__ RowSums sum_row(Shared<L>& shared, int slot, int exponent) {
   Chain squares, delta, outputs;
   RowSums sums;
-  const unsigned first = shared.codes.offset(slot, 0);
+  const unsigned first_code = shared.codes.offset(slot, 0);
+  const unsigned first_output = shared.out.offset(slot, 0);
   const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
-#pragma unroll 2
+#pragma unroll
   for (int c = 0; c < L::kDim; c += 16) {
     float g[4], o[4];
-    chain_codes(shared.codes.template at<uint4>(first ^ shared.codes.offset(0, c)), g);
+    chain_codes(shared.codes.template at<uint4>(first_code ^ shared.codes.offset(0, c)), g);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4* const unit = shared.out.at(slot, c / 8 + half);
-      chain_outputs(*unit, o[2 * half], o[2 * half + 1]);
-      sums.extremes.add(reinterpret_cast<const std::uint32_t*>(unit)[threadIdx.x % kRowLanes]);
+      const std::uint32_t pair =
+          chain_outputs(shared.out.at(first_output ^ shared.out.offset(0, c / 8 + half)));
+      unpack_pair(pair, o[2 * half], o[2 * half + 1]);
+      sums.extremes.add(pair);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -155,7 +164,7 @@ __device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, const 
 #pragma unroll 1
     for (int unit = 0; unit < L::kDim / 8; ++unit) {
       float o[2];
-      chain_outputs(*tile.at(slot, unit), o[0], o[1]);
+      unpack_pair(chain_outputs(tile.at(tile.offset(slot, unit))), o[0], o[1]);
 #pragma unroll
       for (const float v : o) {
         const float x = mul_rn(mul_rn(v, pow2(first)), pow2(second));
@@ -169,74 +178,88 @@ __device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, const 
   return stages::norm_exponent(sum, exponent);
 }
 
+/// A tile of one head.
+struct Item {
+  int tile, head;
+};
+
+/// A CTA takes runs of heads of a tile, every gridDim.x-th one. Tiles of all heads advance
+/// together.
+struct Order {
+  int tiles;
+  int heads;     // of a tile
+  int runs;      // of a tile
+  int run_bits;  // 2^run_bits heads make a run
+
+  __device__ __forceinline__ Item first_of(int run) const {
+    return {run / runs, run % runs << run_bits};
+  }
+  __device__ __forceinline__ Item next_of(const Item& item) const {
+    const int head = item.head + 1;
+    if (head >> run_bits == item.head >> run_bits and head < heads) return {item.tile, head};
+    return first_of(item.tile * runs + (item.head >> run_bits) + static_cast<int>(gridDim.x));
+  }
+};
+
 template <class L>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, int items,
+    gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, Order order,
                     bool dout_aligned, bool out_aligned) {
   __shared__ Shared<L> shared;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
-  const int heads = args.g.heads;
   const int slots = static_cast<int>(args.g.slots);
-  // Rows of the warp's slots in an item: tiles of all heads advance together.
-  const auto find = [&](int item, Span span) {
-    const int at = item / heads * L::kSlots + slot;
-    if (not holds(span, at)) span = find_span(args.cu_seqlens, args.num_documents, at);
-    Rows rows = rows_of(span, at);
+  // Rows of the warp's slots in a tile.
+  const auto find = [&](int tile) {
+    const int at = tile * L::kSlots + slot;
+    Rows rows = rows_of(find_span(args.cu_seqlens, args.num_documents, at), at);
     if (at >= slots) rows.left = 0;  // slots are a multiple of 16
     __syncwarp();
-    if (lane == 0) {
-      shared.spans[warp] = span;
-      shared.next[warp] = rows;
-    }
+    if (lane == 0) shared.places[warp] = rows;
     __syncwarp();
   };
   // Two groups of copies a tile, each waited for while the other is on its way.
-  const auto fetch_gradients = [&](int item) {
-    if (item < items) shared.rows.fetch(args.dout, dout_aligned, item % heads, shared.next[warp]);
+  const auto fetch_gradients = [&](const Item& item) {
+    if (item.tile < order.tiles) {
+      shared.rows.fetch(args.dout, dout_aligned, item.head, shared.places[warp]);
+    }
     ptx::copy_async_commit_group();
   };
-  const auto fetch_outputs = [&](int item) {
-    if (item < items) {
-      fetch_rows<L>(args.out, out_aligned, item % heads, shared.next[warp], [&](int pass, int u) {
-        return shared.out.at(slot + lane_row(pass), first_channel<L>(u) / 8);
+  const auto fetch_outputs = [&](const Item& item) {
+    if (item.tile < order.tiles) {
+      fetch_rows<L>(args.out, out_aligned, item.head, shared.places[warp], [&](int pass, int u) {
+        return shared.out.at(shared.out.offset(slot + lane_row(pass), first_channel<L>(u) / 8));
       });
     }
     ptx::copy_async_commit_group();
   };
   // Row sums and LSE of the lane's rows, asked for a tile ahead.
   float sums[L::kPasses], lse[L::kPasses];
-  const auto load_statistics = [&](int item) {
-    const Rows rows = shared.next[warp];
+  const auto load_statistics = [&](const Item& item) {
+    const Rows rows = shared.places[warp];
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       sums[pass] = 0;
       lse[pass] = -kInfinity;
       if (lane_row(pass) >= rows.left) continue;
-      const std::int64_t at = item % heads * args.dout.tokens + rows.token + lane_row(pass);
+      const std::int64_t at = item.head * args.dout.tokens + rows.token + lane_row(pass);
       sums[pass] = __ldg(args.row_sum + at);
       lse[pass] = __ldg(args.lse + at);
     }
   };
 
-  int item = blockIdx.x;
-  find(item, Span{});
+  Item item = order.first_of(blockIdx.x);
+  find(item.tile);
   fetch_gradients(item);
   fetch_outputs(item);
   load_statistics(item);
   while (true) {
-    const int next = item + static_cast<int>(gridDim.x);
-
     // A row that sees no key is a zero token, whatever its dO holds: no row sum is 0.
     float divisors[L::kPasses];
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       divisors[pass] = lse[pass] != -kInfinity ? sums[pass] : 0.0f;
-    }
-    if (next < items) {
-      find(next, shared.spans[warp]);
-      load_statistics(next);
     }
     LaneRows<L> values;
     int exponents[L::kPasses];
@@ -244,20 +267,28 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     take_rows<L>(shared.rows, values);
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
+      float largest = row_maximum(values[pass]);
       if (divisors[pass] != 0) {
-        divide(values[pass], divisors[pass]);
+        divide(values[pass], largest, divisors[pass]);
       } else {
 #pragma unroll
         for (float& value : values[pass]) value = 0;
+        largest = 0;
       }
+      exponents[pass] = stages::token_exponent(rule, largest);
     }
-    token_exponents<L>(rule, values, 1.0f, exponents);
     __syncthreads();  // the codes of the tile before have been read
-    const int first_slot = item / heads * L::kSlots;
-    const std::int64_t head_slots = std::int64_t{item % heads} * slots;
+    const int first_slot = item.tile * L::kSlots;
+    const std::int64_t head_slots = std::int64_t{item.head} * slots;
     const bool present = first_slot + slot < slots;
     encode_rows<L>(values, exponents, 1.0f, slot,
                    args.g.codes + (head_slots + first_slot) * L::kDim, present, true, shared.codes);
+
+    const Item next = order.next_of(item);
+    const bool ends = next.tile >= order.tiles;
+    if (not ends) {
+      if (next.tile != item.tile) find(next.tile);
+    }
     fetch_gradients(next);
     ptx::copy_async_wait_group<1>();
     __syncwarp();  // the lanes' parts of O are there
@@ -280,6 +311,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       args.output_norms[to] = static_cast<std::int8_t>(sees ? norm : stages::kNormExponentMin);
       args.live[to] = sums.squares != 0;  // of codes that are 0 or at least 2^-9
     }
+    if (not ends) load_statistics(next);
     __syncwarp();  // the rows of O have been read
     fetch_outputs(next);
     if (args.transposed != nullptr) {
@@ -287,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       store_transposed<L>(shared.codes, args.transposed + head_slots * L::kDim + first_slot, slots,
                           0, slots - first_slot);
     }
-    if (next >= items) return;
+    if (ends) return;
     item = next;
   }
 }
@@ -297,10 +329,17 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 void prepare_gradient(const Recipe& recipe, const GradientArgs& args, int multiprocessors,
                       cudaStream_t stream) {
   with_layout(args.g.dim, [&]<class L>(L) {
-    const int items = L::tiles(args.g.slots) * args.g.heads;
+    Order order;
+    order.heads = args.g.heads;
+    order.tiles = L::tiles(args.g.slots);
+    const std::int64_t items = std::int64_t{order.tiles} * order.heads;
     if (items == 0) return;
-    const int ctas = std::min(items, kCtas * multiprocessors);
-    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, items,
+    const int most = kCtas * multiprocessors;
+    order.run_bits = items >= kMinTurns * 4 * most ? 2 : items >= kMinTurns * 2 * most ? 1 : 0;
+    order.runs = ((order.heads - 1) >> order.run_bits) + 1;
+    const auto ctas =
+        static_cast<unsigned>(std::min<std::int64_t>(std::int64_t{order.tiles} * order.runs, most));
+    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, order,
                                                       is_aligned(args.dout), is_aligned(args.out));
     MXATTN_CUDA_CHECK(cudaGetLastError());
   });

@@ -215,13 +215,15 @@ struct RowBuffer {
 template <class L>
 using LaneRows = float[L::kPasses][L::kLaneChannels];
 
+__device__ __forceinline__ void unpack_pair(std::uint32_t pair, float& low, float& high) {
+  low = __uint_as_float(pair << 16);
+  high = __uint_as_float(pair & 0xFFFF0000u);
+}
+
 __device__ __forceinline__ void unpack(const uint4& unit, float* values) {
   const std::uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    values[2 * p] = __uint_as_float(pairs[p] << 16);
-    values[2 * p + 1] = __uint_as_float(pairs[p] & 0xFFFF0000u);
-  }
+  for (int p = 0; p < 4; ++p) unpack_pair(pairs[p], values[2 * p], values[2 * p + 1]);
 }
 
 /// What RowBuffer::fetch() brought.
@@ -349,6 +351,23 @@ __device__ __forceinline__ void take_rotated_rows(RowBuffer<L>& buffer, LaneRows
 
 // ---- exponents --------------------------------------------------------------------------------
 
+/// Largest magnitude of a row; NaN if any value is. Lanes of a row agree.
+template <int kCount>
+__device__ __forceinline__ float row_maximum(const float (&x)[kCount]) {
+  float even = 0, odd = 0;  // two chains
+#pragma unroll
+  for (int c = 0; c < kCount; c += 2) {
+    even = ptx::max_magnitude(even, x[c]);
+    odd = ptx::max_magnitude(odd, x[c + 1]);
+  }
+  float largest = ptx::max_magnitude(even, odd);
+#pragma unroll
+  for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
+    largest = ptx::max_magnitude(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
+  }
+  return largest;
+}
+
 /// Exponents of the rows of values times `scale`; lanes of a row agree. Rounding is monotone, so
 /// the largest magnitude alone is multiplied.
 template <class L>
@@ -356,18 +375,7 @@ __device__ __forceinline__ void token_exponents(ExponentRule rule, const LaneRow
                                                 float scale, int (&exponents)[L::kPasses]) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
-    float even = 0, odd = 0;  // two chains
-#pragma unroll
-    for (int c = 0; c < L::kLaneChannels; c += 2) {
-      even = ptx::max_magnitude(even, values[pass][c]);
-      odd = ptx::max_magnitude(odd, values[pass][c + 1]);
-    }
-    float largest = ptx::max_magnitude(even, odd);
-#pragma unroll
-    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) {
-      largest = ptx::max_magnitude(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lanes));
-    }
-    exponents[pass] = stages::token_exponent(rule, mul_rn(largest, scale));
+    exponents[pass] = stages::token_exponent(rule, mul_rn(row_maximum(values[pass]), scale));
   }
 }
 
