@@ -213,7 +213,7 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
   norms.num_documents = device.num_documents;
   norms.heads = device.problem.heads_k;
   norms.slots = state.v.slots;
-  cuda::make_chunk_maxima({&norms, 1}, stream);
+  cuda::make_chunk_maxima(norms, stream);
 
   cuda::GradientArgs gradient;
   gradient.dout = args.dout;

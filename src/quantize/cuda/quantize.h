@@ -36,25 +36,18 @@ std::int64_t quantize_scratch_words(int heads, std::int64_t slots);
 void quantize(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::uint32_t* scratch,
               int multiprocessors, cudaStream_t stream);
 
-/// Maxima of bytes of tokens over parts of a document's chunks (stages::chunk_begin), each token
-/// its own part: what a scale of dS takes of nV, and of EK where exponents are not monotone.
+/// Maxima of bytes of tokens over their document's chunks (stages::chunk_begin), up to each token:
+/// what a scale of dS takes of nV.
 struct ChunkMaximaArgs {
-  enum class Part : std::uint8_t {
-    kUpTo,  // the last `window` tokens of the chunk up to the token
-    kFrom,  // from the token to the end of the chunk, or of the document
-  };
-  const std::int8_t* values = nullptr;  // (heads, slots): exponents or norms; 127, NaN, is largest
+  const std::int8_t* values = nullptr;  // (heads, slots): norms; 127, NaN, is largest
   std::int8_t* maxima = nullptr;        // (heads, slots); gap slots may hold anything
   const std::int32_t* cu_seqlens = nullptr;
   int num_documents = 0;
   int heads = 0;
   std::int64_t slots = 0;
-  Part part = Part::kUpTo;
-  int window = 1 << 30;
 };
 
-/// Up to kMaxTensors tables in one launch.
-void make_chunk_maxima(std::span<const ChunkMaximaArgs> tables, cudaStream_t stream);
+void make_chunk_maxima(const ChunkMaximaArgs& args, cudaStream_t stream);
 
 /// An operand whose codes are to be copied to (heads, d, slots), as in QuantizeArgs::transposed.
 struct Transposition {
