@@ -5,6 +5,9 @@
 // begin with a document, and all streams of all heads of all tensors advance together, tile by
 // tile. Only where a document is longer than a stream are its tiles taken shortly after each other.
 //
+// A ticket is a tile of a few consecutive heads: so many items, for which one warp of the CTA finds
+// out together where they are.
+//
 // Tiles begin at multiples of their slots. Where streams meet inside one, each has an item there,
 // without the slots of the others.
 #pragma once
@@ -14,7 +17,9 @@
 
 namespace mxattn::cuda {
 
-constexpr int kMaxStreams = 32;  // of a tensor: a lane each
+constexpr int kMaxStreams = 32;    // of a tensor: a lane each
+constexpr int kMaxTicketBits = 2;  // 2^so many items are the most of a ticket
+constexpr unsigned kItems = 8;     // a CTA's items between look-up and codes, or more
 constexpr int kMaxQueues = kMaxTensors * kMaxStreams;
 static_assert(kMaxQueues < kThreads);
 
@@ -25,7 +30,8 @@ struct Batch {
   std::uint32_t* words[kMaxTensors] = {};  // what tiles publish, (heads, tiles)
   int tiles[kMaxTensors] = {};             // of a head; 0 where there is no tensor
   int streams = 1;                         // of each tensor
-  std::uint32_t* ticket = nullptr;         // the next item
+  int ticket_bits = 0;                     // 2^ticket_bits items make a ticket
+  std::uint32_t* ticket = nullptr;         // the next one
 };
 
 /// A tile of a stream in a head. Pointers are to the head, from `codes` on to the tile's first
@@ -52,7 +58,14 @@ struct alignas(16) Item {
   }
 };
 
-/// A queue is a stream of a tensor in all its heads.
+/// Tells the compiler what a pointer that lay in shared memory points to.
+template <class T>
+__device__ __forceinline__ T* in_global(T* pointer) {
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
+/// A queue is a stream of a tensor in all its heads. Heads are counted in tickets.
 struct Queues {
   int begins[kMaxTensors][kMaxStreams + 1];     // first slots of streams
   int documents[kMaxTensors][kMaxStreams + 1];  // first documents of streams
@@ -61,7 +74,7 @@ struct Queues {
   int streams[kMaxQueues];      // kMaxTensors times the stream, plus the tensor
   int lengths[kMaxQueues + 1];  // tiles of a head
   int heads[kMaxQueues];        // of this queue and those before it
-  int items[kMaxQueues + 1];    // in the first lengths[] tiles of all queues
+  int tickets[kMaxQueues + 1];  // of the first lengths[] tiles of all queues
 };
 
 /// Cuts a tensor into streams of at least its share of the slots. One warp.
@@ -101,7 +114,7 @@ __device__ __forceinline__ void order(const Batch& batch, Queues& queues) {
   const int queue = threadIdx.x;
   const int count = kMaxTensors * batch.streams;
   if (queue > kMaxQueues) return;
-  int rank = queue, length = 0, heads = 0, items = 0;
+  int rank = queue, length = 0, heads = 0, tickets = 0;
   if (queue < count) {
     rank = 0;
     length = queues.tiles[queue % kMaxTensors][queue / kMaxTensors];
@@ -110,22 +123,22 @@ __device__ __forceinline__ void order(const Batch& batch, Queues& queues) {
       for (int tensor = 0; tensor < kMaxTensors; ++tensor) {
         const int other = kMaxTensors * stream + tensor;
         const int tiles = queues.tiles[tensor][stream];
-        const int other_heads = batch.tensors[tensor].out.heads;
+        const int other_heads = batch.tensors[tensor].out.heads >> batch.ticket_bits;
         const bool before = tiles > length or (tiles == length and other < queue);
         rank += before;
         heads += before or other == queue ? other_heads : 0;
-        items += other_heads * min(tiles, length);
+        tickets += other_heads * min(tiles, length);
       }
     }
   }
   queues.lengths[rank] = length;
-  queues.items[rank] = items;
+  queues.tickets[rank] = tickets;
   if (rank == kMaxQueues) return;
   queues.streams[rank] = queue;
   queues.heads[rank] = queue < count ? heads : std::numeric_limits<int>::max();
 }
 
-/// How many queues have more than so many items (or heads, with `values` of those). One warp.
+/// How many queues have a value above `bound`. One warp.
 __device__ __forceinline__ int count_above(const int* values, int bound) {
   int count = 0;
 #pragma unroll
@@ -135,22 +148,34 @@ __device__ __forceinline__ int count_above(const int* values, int bound) {
   return count;
 }
 
-/// Item `index` of the call, and where the warps' slots are. One warp.
+/// The items of a CTA: item i at i % kItems.
+struct Items {
+  Item items[kItems];
+  Rows places[kItems][kWarps];  // of the warps' slots; document -1: none are the item's
+
+  __device__ __forceinline__ const Item& operator[](unsigned i) const { return items[i % kItems]; }
+  __device__ __forceinline__ const Rows (&places_of(unsigned i) const)[kWarps] {
+    return places[i % kItems];
+  }
+};
+
+/// Makes a ticket the CTA's items from `i` on. One warp.
 template <class L>
-__device__ __forceinline__ void look_up(const Batch& batch, const Queues& queues, int index,
-                                        Item& item, Rows (&places)[kWarps]) {
+__device__ __forceinline__ void look_up(const Batch& batch, const Queues& queues, int ticket,
+                                        unsigned i, Items& items) {
   const int lane = threadIdx.x % 32;
+  const int count = 1 << batch.ticket_bits;
+  Item& item = items.items[(i + lane) % kItems];  // for the first lanes, one each
   // The first `active` queues go on here; the others have ended.
-  const int active = count_above(queues.items, index);
+  const int active = count_above(queues.tickets, ticket);
   if (active == 0) {
-    if (lane == 0) item.tile = -1;
+    if (lane < count) item.tile = -1;
     return;
   }
   const int heads = queues.heads[active - 1];
-  const int at = index - queues.items[active];
+  const int at = ticket - queues.tickets[active];
   const int column = at % heads;
   const int rank = kMaxQueues - count_above(queues.heads, column);
-  const int head = column - (rank > 0 ? queues.heads[rank - 1] : 0);
   const int tensor = queues.streams[rank] % kMaxTensors;
   const int stream = queues.streams[rank] / kMaxTensors;
   const QuantizeArgs& args = batch.tensors[tensor];
@@ -158,17 +183,21 @@ __device__ __forceinline__ void look_up(const Batch& batch, const Queues& queues
   const int end = queues.begins[tensor][stream + 1];
   const int tile = begin / L::kSlots + queues.lengths[active] + at / heads;
   const int first = tile * L::kSlots;
-  if (lane < kWarps) {
-    const int slot = first + lane * L::kWarpSlots;
+  // A place a lane: kWarps times the item, plus the warp.
+  static_assert(kWarps << kMaxTicketBits <= 32);
+  if (lane < kWarps * count) {
+    const int slot = first + lane % kWarps * L::kWarpSlots;
     Rows place{0, 0, 0, -1};
     if (begin <= slot and slot < end) {
       const int document = document_of(args.cu_seqlens, queues.documents[tensor][stream],
                                        queues.documents[tensor][stream + 1], slot);
       place = rows_of(span_of(args.cu_seqlens, args.num_documents, document), slot);
     }
-    places[lane] = place;
+    items.places[(i + lane / kWarps) % kItems][lane % kWarps] = place;
   }
-  if (lane == 0) {
+  if (lane < count) {
+    const int head =
+        ((column - (rank > 0 ? queues.heads[rank - 1] : 0)) << batch.ticket_bits) + lane;
     const std::int64_t row = head * args.out.slots + first;
     item.x = args.x.row(0, head);
     item.words = batch.words[tensor] + std::int64_t{head} * batch.tiles[tensor];

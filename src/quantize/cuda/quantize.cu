@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kNothing = -128;    // the maximum of no token
 constexpr int kStreamTiles = 16;  // at least that many on average
+constexpr int kMinTickets = 6;    // of a CTA
 
 /// How tiles of a scale group are worked on.
 template <ScaleGroup kGroup>
@@ -40,48 +41,48 @@ __device__ __forceinline__ void publish(std::uint32_t* word, std::uint32_t kind,
   if (threadIdx.x % 32 == 0) atomicExch(word, kind | static_cast<std::uint32_t>(value + kBias));
 }
 
-/// The lane's word of the 32 up to tile `last`; nothing before the first tile.
-__device__ __forceinline__ std::uint32_t peek(const std::uint32_t* words, int last) {
-  const int at = last - static_cast<int>(threadIdx.x) % 32;
-  if (at < 0) return kComplete | (kNothing + kBias);
-  return *static_cast<const volatile std::uint32_t*>(words + at);
+__device__ __forceinline__ int value_of(std::uint32_t word) {
+  return static_cast<int>(word & 0xFFFFu) - kBias;
+}
+
+/// A tile's word; before the first tile there is nothing.
+__device__ __forceinline__ std::uint32_t peek(const std::uint32_t* words, int tile) {
+  if (tile < 0) return kComplete | (kNothing + kBias);
+  return *static_cast<const volatile std::uint32_t*>(words + tile);
 }
 
 /// Maximum of the document's tokens in the tiles before `tile`, of which all but the one where it
-/// begins hold nothing else. One warp; `word` is what peek() saw of them some time ago.
+/// begins hold nothing else. One warp; `word` is what peek() saw of the last of them some time ago.
 __device__ __forceinline__ int look_back(const std::uint32_t* words, int tile, std::uint32_t word) {
   constexpr unsigned kAll = 0xFFFFFFFFu;
-  const unsigned lane = threadIdx.x % 32;
+  if (__all_sync(kAll, word >= kComplete)) return value_of(word);
+  const int lane = threadIdx.x % 32;
   int maximum = kNothing;
   for (int last = tile - 1;;) {
+    word = peek(words, last - lane);
     const unsigned complete = __ballot_sync(kAll, word >= kComplete);
     const unsigned missing = __ballot_sync(kAll, word == 0);
     // Tiles behind the nearest complete one are part of it, or of other documents.
     const unsigned needed = complete ^ (complete - 1);
     if ((missing & needed) == 0) {
-      const int value =
-          (needed >> lane & 1u) != 0 ? static_cast<int>(word & 0xFFFFu) - kBias : kNothing;
+      const int value = (needed >> lane & 1u) != 0 ? value_of(word) : kNothing;
       maximum = max(maximum, __reduce_max_sync(kAll, value));
       if (complete != 0) return maximum;
       last -= 32;
     }
-    word = peek(words, last);
   }
 }
 
 // ---- maxima inside a tile ---------------------------------------------------------------------
-
-constexpr unsigned kItems = 4;  // a CTA's items between the look-up and the codes, at least
 
 template <class L>
 struct Shared {
   RowBuffer<L> rows;
   CodeTile<L> codes;
   Queues queues;
-  Item items[kItems];           // item i of the CTA at i % kItems; so for the following
-  Rows places[kItems][kWarps];  // of the warps' slots; document -1: none are the item's
-  int maximum[2][kWarps];       // of the exponents of a warp's tokens
-  int beyond[2][kWarps];        // of those that share a block with them and lie in another tile
+  Items items;
+  int maximum[2][kWarps];  // of the exponents of a warp's tokens
+  int beyond[2][kWarps];   // of those that share a block with them and lie in another tile
 };
 
 /// A warp's part of a tile whose tokens have exponents.
@@ -91,10 +92,10 @@ struct Work {
   int exponents[L::kPasses];  // of tokens, or their running maxima inside the warp
   // Of running maxima:
   std::uint32_t word;  // what earlier tiles have published, asked for early
-  int before;   // of the document's tokens in earlier warps
-  int last;     // of the last document
-  bool joins;   // the warp's document began in an earlier tile
-  bool passes;  // a document fills the tile and began in an earlier one
+  int before;          // of the document's tokens in earlier warps
+  int last;            // of the last document
+  bool joins;          // the warp's document began in an earlier tile
+  bool passes;         // a document fills the tile and began in an earlier one
 };
 
 /// Exponents to running maxima of the warp's tokens, in place. Returns the last.
@@ -197,23 +198,29 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
 
-  const auto look_up_item = [&](unsigned i, std::uint32_t ticket) {
-    const std::uint32_t index = __shfl_sync(0xFFFFFFFFu, ticket, 0);
-    look_up<L>(batch, shared.queues, static_cast<int>(index), shared.items[i % kItems],
-               shared.places[i % kItems]);
+  // Tickets are drawn by the warps in turn.
+  const unsigned ticket_items = 1u << batch.ticket_bits;
+  const auto draws = [&](unsigned i) {
+    return i % ticket_items == 0 and
+           (i >> batch.ticket_bits) % kWarps == static_cast<unsigned>(warp);
+  };
+  const auto draw = [&] { return lane == 0 ? atomicAdd(batch.ticket, 1u) : 0; };
+  const auto look_up_items = [&](unsigned i, std::uint32_t ticket) {
+    look_up<L>(batch, shared.queues, static_cast<int>(__shfl_sync(0xFFFFFFFFu, ticket, 0)), i,
+               shared.items);
   };
   const auto fetch = [&](unsigned i) {
-    const Item& item = shared.items[i % kItems];
+    const Item& item = shared.items[i];
     if (item.present()) {
-      shared.rows.fetch(item.rows(), item.aligned, 0, shared.places[i % kItems][warp]);
+      shared.rows.fetch(item.rows(), item.aligned, 0, shared.items.places_of(i)[warp]);
     }
     ptx::copy_async_commit_group();
   };
 
   // Rows to exponents of tokens, and what of them other warps need.
   const auto survey = [&](unsigned i, Work<L>& work) {
-    const Item& item = shared.items[i % kItems];
-    const Rows& place = shared.places[i % kItems][warp];
+    const Item& item = shared.items[i];
+    const Rows& place = shared.items.places_of(i)[warp];
     const bool rotated = item.rotate;
     const auto find_exponents = [&](const Rows& rows) {
       token_exponents<L>(rule, work.values, rotated ? L::kRotationNorm : 1.0f, work.exponents);
@@ -240,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
       take_rows<L>(shared.rows, work.values);
     }
     fetch(i + 1);
-    if constexpr (C::kRunning) work.word = peek(item.words, item.tile - 1);
+    if constexpr (C::kRunning) work.word = peek(in_global(item.words), item.tile - 1);
     find_exponents(place);
     int maximum = kNothing;
     if constexpr (C::kRunning) maximum = run_maxima<L>(work.exponents);
@@ -250,8 +257,8 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
 
   // Exponents of operands, codes, norms. The exponents of the warp's tokens are at least `before`.
   const auto encode = [&](unsigned i, Work<L>& work, int before) {
-    const Item& item = shared.items[i % kItems];
-    const Rows& place = shared.places[i % kItems][warp];
+    const Item& item = shared.items[i];
+    const Rows& place = shared.items.places_of(i)[warp];
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       int exponent = work.exponents[pass];
@@ -263,11 +270,13 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
     if (place.document >= 0) {
       const bool normed = item.norms != nullptr;
       encode_rows<L>(work.values, work.exponents, item.rotate ? L::kRotationNorm : 1.0f, slot,
-                     item.codes, true, normed or item.transposed != nullptr, shared.codes);
+                     in_global(item.codes), true, normed or item.transposed != nullptr,
+                     shared.codes);
       if (lane % kRowLanes == 0) {
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
-          item.exponents[slot + lane_row(pass)] = static_cast<std::int8_t>(work.exponents[pass]);
+          in_global(item.exponents)[slot + lane_row(pass)] =
+              static_cast<std::int8_t>(work.exponents[pass]);
         }
       }
       if (normed) {
@@ -276,13 +285,14 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
         for (int pass = 0; pass < L::kPasses; ++pass) {
           const int at = slot + lane_row(pass);
           const int norm = code_norm<L>(shared.codes, at, work.exponents[pass]);
-          if (lane % kRowLanes == 0) item.norms[at] = static_cast<std::int8_t>(norm);
+          if (lane % kRowLanes == 0) in_global(item.norms)[at] = static_cast<std::int8_t>(norm);
         }
       }
     }
     if (item.transposed != nullptr) {
       __syncthreads();
-      store_transposed<L>(shared.codes, item.transposed, item.slots, item.begin, item.end);
+      store_transposed<L>(shared.codes, in_global(item.transposed), item.slots, item.begin,
+                          item.end);
     }
   };
 
@@ -291,24 +301,20 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
   order(batch, shared.queues);
   __syncthreads();
   if (warp == 0) {
-    for (unsigned i = 0; i < 2; ++i) {
-      look_up_item(i, lane == 0 ? atomicAdd(batch.ticket, 1u) : 0);
-    }
+    for (unsigned i = 0; i < 2; i += ticket_items) look_up_items(i, draw());
   }
   __syncthreads();
   fetch(0);
-  for (unsigned i = 0; shared.items[i % kItems].present(); ++i) {
-    const Item& item = shared.items[i % kItems];
-    const Rows(&places)[kWarps] = shared.places[i % kItems];
-    // Warps draw by turns, two items ahead.
-    const bool draws = i % kWarps == static_cast<unsigned>(warp);
-    std::uint32_t ticket = 0;
-    if (draws and lane == 0) ticket = atomicAdd(batch.ticket, 1u);
+  std::uint32_t ticket = draws(2) ? draw() : 0;  // for the items from i + 2 on
+  for (unsigned i = 0; shared.items[i].present(); ++i) {
+    const Item& item = shared.items[i];
+    const Rows(&places)[kWarps] = shared.items.places_of(i);
+    if (draws(i + 2)) look_up_items(i + 2, ticket);
     Work<L> work;
     survey(i, work);
-    if (draws) look_up_item(i + 2, ticket);
     // Behind it lie what the warps found, the item drawn, and codes that have been read.
     __syncthreads();
+    ticket = draws(i + 3) ? draw() : 0;
     int before = kNothing;
     if constexpr (C::kRunning) {
       meet<L>(places, shared.maximum[i % 2], item, work);
@@ -333,7 +339,7 @@ void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::ui
             int multiprocessors, cudaStream_t stream) {
   Batch batch;
   batch.ticket = scratch++;
-  int most_tiles = 0;
+  int most_tiles = 0, all_heads = 0;
   std::int64_t items = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const QuantizeArgs& tensor = tensors[i];
@@ -345,13 +351,19 @@ void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::ui
     scratch += tiles;
     items += tiles;
     most_tiles = std::max(most_tiles, batch.tiles[i]);
+    all_heads |= tensor.out.heads;
   }
   if (items == 0) return;
   const auto run = [&]<class C>(C) {
+    const std::int64_t most = std::int64_t{C::kCtas} * multiprocessors;
     // Streams are of use where tiles look back.
     if (C::kRunning) batch.streams = std::clamp(most_tiles / kStreamTiles, 1, kMaxStreams);
-    const auto ctas =
-        static_cast<unsigned>(std::min(items, std::int64_t{C::kCtas} * multiprocessors));
+    // Tickets of as many items as divide all heads and leave each CTA some.
+    const auto fits = [&](int bits) {
+      return all_heads % (1 << bits) == 0 and items >> bits >= kMinTickets * most;
+    };
+    while (batch.ticket_bits < kMaxTicketBits and fits(batch.ticket_bits + 1)) ++batch.ticket_bits;
+    const auto ctas = static_cast<unsigned>(std::min(items >> batch.ticket_bits, most));
     quantize_kernel<L, C><<<ctas, kThreads, 0, stream>>>(batch, recipe.exponent_rule);
   };
   switch (recipe.scale_group) {
