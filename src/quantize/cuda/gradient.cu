@@ -38,9 +38,9 @@ struct Shared {
   Rows places[kWarps];  // of the warps' slots, each for its warp alone
 };
 
-/// x / divisor, IEEE division, and so for `largest`, their largest magnitude. A divisor is a row
-/// sum L, between 1/2 and the number of tokens, or NaN. Inf may become NaN: either gives the row
-/// exponent 127 and codes 0.
+/// x / divisor, IEEE division, and so for `largest`, the largest magnitude of their row. A divisor
+/// is a row sum L, between 1/2 and the number of tokens, or NaN. Inf may become NaN: either gives
+/// the row exponent 127 and codes 0.
 template <int kCount>
 __device__ __forceinline__ void divide(float (&x)[kCount], float& largest, float divisor) {
   const Divisor by(divisor);
@@ -49,16 +49,15 @@ __device__ __forceinline__ void divide(float (&x)[kCount], float& largest, float
     for (int c = 0; c < kCount; ++c) x[c] = by.divide(x[c]);
     largest = by.divide(largest);
   } else {
-    // Values from 1 on are brought into Divisor's range, exactly; rarer than rare.
+    // Rows of large values are brought into Divisor's range; rarer than rare. What becomes
+    // subnormal is so far below the largest that its code is 0.
     constexpr int kShift = 70;
-    const auto divide_any = [&](float value) {
-      const bool large = fabsf(value) >= 1;
-      const float q = by.divide(mul_rn(value, large ? pow2(-kShift) : 1.0f));
-      return mul_rn(q, large ? pow2(kShift) : 1.0f);
+    const auto divide_shifted = [&](float value) {
+      return mul_rn(by.divide(mul_rn(value, pow2(-kShift))), pow2(kShift));
     };
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) x[c] = divide_any(x[c]);
-    largest = divide_any(largest);
+    for (int c = 0; c < kCount; ++c) x[c] = divide_shifted(x[c]);
+    largest = divide_shifted(largest);
   }
 }
 
@@ -255,12 +254,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   fetch_outputs(item);
   load_statistics(item);
   while (true) {
-    // A row that sees no key is a zero token, whatever its dO holds: no row sum is 0.
-    float divisors[L::kPasses];
+    bool sees[L::kPasses];  // any key
 #pragma unroll
-    for (int pass = 0; pass < L::kPasses; ++pass) {
-      divisors[pass] = lse[pass] != -kInfinity ? sums[pass] : 0.0f;
-    }
+    for (int pass = 0; pass < L::kPasses; ++pass) sees[pass] = lse[pass] != -kInfinity;
     LaneRows<L> values;
     int exponents[L::kPasses];
     ptx::copy_async_wait_group<1>();
@@ -268,9 +264,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       float largest = row_maximum(values[pass]);
-      if (divisors[pass] != 0) {
-        divide(values[pass], largest, divisors[pass]);
+      if (sees[pass]) {
+        divide(values[pass], largest, sums[pass]);
       } else {
+        // A zero token, whatever dO holds.
 #pragma unroll
         for (float& value : values[pass]) value = 0;
         largest = 0;
@@ -300,15 +297,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const RowSums sums = sum_row<L>(shared, at, exponents[pass]);
       const int norm = output_norm<L>(shared.out, at, sums);
       if (not present or lane % kRowLanes != 0) continue;
-      const bool sees = divisors[pass] != 0;
       const std::int64_t to = row + lane_row(pass);
       args.g.exponents[to] = static_cast<std::int8_t>(exponents[pass]);
       args.g.norms[to] =
           static_cast<std::int8_t>(exponents[pass] == stages::kNanExponent
                                        ? stages::kNanExponent
                                        : stages::norm_exponent(sums.squares, exponents[pass]));
-      args.delta[to] = not sees ? 0.0f : (is_nan(sums.delta) ? kNan : sums.delta);
-      args.output_norms[to] = static_cast<std::int8_t>(sees ? norm : stages::kNormExponentMin);
+      args.delta[to] = not sees[pass] ? 0.0f : (is_nan(sums.delta) ? kNan : sums.delta);
+      args.output_norms[to] =
+          static_cast<std::int8_t>(sees[pass] ? norm : stages::kNormExponentMin);
       args.live[to] = sums.squares != 0;  // of codes that are 0 or at least 2^-9
     }
     if (not ends) load_statistics(next);

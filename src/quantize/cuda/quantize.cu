@@ -93,7 +93,6 @@ struct Work {
   // Of running maxima:
   std::uint32_t word;  // what earlier tiles have published, asked for early
   int before;          // of the document's tokens in earlier warps
-  int last;            // of the last document
   bool joins;          // the warp's document began in an earlier tile
   bool passes;         // a document fills the tile and began in an earlier one
 };
@@ -126,6 +125,11 @@ __device__ __forceinline__ int warp_maximum(const int (&exponents)[L::kPasses]) 
   return __reduce_max_sync(0xFFFFFFFFu, maximum);
 }
 
+/// Maximum over the tile's tokens. One warp.
+__device__ __forceinline__ int tile_maximum(const int (&maxima)[kWarps]) {
+  return __reduce_max_sync(0xFFFFFFFFu, maxima[threadIdx.x % kWarps]);
+}
+
 /// What the tile's other warps tell of running maxima; the first warp tells the other tiles.
 template <class L>
 __device__ __forceinline__ void meet(const Rows (&places)[kWarps], const int (&maxima)[kWarps],
@@ -143,10 +147,11 @@ __device__ __forceinline__ void meet(const Rows (&places)[kWarps], const int (&m
   work.joins = enters and document == first_document;
   if (warp == 0) {
     const int last_document = places[kWarps - 1].document;
-    if (last_document < 0) return;  // no tile of the stream follows
     work.passes = enters and document == last_document;
-    work.last = __reduce_max_sync(kAll, lane_document == last_document ? lane_maximum : kNothing);
-    publish(item.words + item.tile, work.passes ? kPartial : kComplete, work.last);
+    if (last_document < 0) return;  // no tile of the stream follows
+    const int last =
+        __reduce_max_sync(kAll, lane_document == last_document ? lane_maximum : kNothing);
+    publish(item.words + item.tile, work.passes ? kPartial : kComplete, last);
   }
 }
 
@@ -323,7 +328,8 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
         const int earlier = look_back(item.words, item.tile, work.word);
         before = max(before, earlier);
         if (warp == 0 and work.passes) {
-          publish(item.words + item.tile, kComplete, max(earlier, work.last));
+          publish(item.words + item.tile, kComplete,
+                  max(earlier, tile_maximum(shared.maximum[i % 2])));
         }
       }
     }
