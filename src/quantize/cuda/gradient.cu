@@ -263,15 +263,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     take_rows<L>(shared.rows, values);
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
-      float largest = row_maximum(values[pass]);
-      if (sees[pass]) {
-        divide(values[pass], largest, sums[pass]);
-      } else {
+      if (not sees[pass]) {
         // A zero token, whatever dO holds.
 #pragma unroll
         for (float& value : values[pass]) value = 0;
-        largest = 0;
       }
+      float largest = row_maximum(values[pass]);
+      divide(values[pass], largest, sees[pass] ? sums[pass] : 1.0f);
       exponents[pass] = stages::token_exponent(rule, largest);
     }
     __syncthreads();  // the codes of the tile before have been read
