@@ -276,17 +276,20 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const int first_slot = item.tile * L::kSlots;
     const std::int64_t head_slots = std::int64_t{item.head} * slots;
     const bool present = first_slot + slot < slots;
-    encode_rows<L>(values, exponents, 1.0f, slot,
-                   args.g.codes + (head_slots + first_slot) * L::kDim, present, true, shared.codes);
+    encode_rows<L>(values, exponents, 1.0f, slot, shared.codes);
 
     const Item next = order.next_of(item);
     const bool ends = next.tile >= order.tiles;
     if (not ends) {
       if (next.tile != item.tile) find(next.tile);
+      load_statistics(next);
     }
     fetch_gradients(next);
     ptx::copy_async_wait_group<1>();
-    __syncwarp();  // the lanes' parts of O are there
+    __syncwarp();  // the lanes' codes and their parts of O are there
+    if (present) {
+      store_rows<L>(shared.codes, slot, args.g.codes + (head_slots + first_slot) * L::kDim);
+    }
 
     const std::int64_t row = head_slots + first_slot + slot;
 #pragma unroll
@@ -306,7 +309,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           static_cast<std::int8_t>(sees[pass] ? norm : stages::kNormExponentMin);
       args.live[to] = sums.squares != 0;  // of codes that are 0 or at least 2^-9
     }
-    if (not ends) load_statistics(next);
     __syncwarp();  // the rows of O have been read
     fetch_outputs(next);
     if (args.transposed != nullptr) {

@@ -273,10 +273,10 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
       work.exponents[pass] = token ? exponent : stages::kTokenExponentMin;
     }
     if (place.document >= 0) {
-      const bool normed = item.norms != nullptr;
       encode_rows<L>(work.values, work.exponents, item.rotate ? L::kRotationNorm : 1.0f, slot,
-                     in_global(item.codes), true, normed or item.transposed != nullptr,
                      shared.codes);
+      __syncwarp();
+      store_rows<L>(shared.codes, slot, in_global(item.codes));
       if (lane % kRowLanes == 0) {
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
@@ -284,8 +284,7 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
               static_cast<std::int8_t>(work.exponents[pass]);
         }
       }
-      if (normed) {
-        __syncwarp();
+      if (item.norms != nullptr) {
 #pragma unroll
         for (int pass = 0; pass < L::kPasses; ++pass) {
           const int at = slot + lane_row(pass);

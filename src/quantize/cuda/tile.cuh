@@ -403,20 +403,18 @@ struct CodeTile {
   }
 };
 
-/// Codes of values times scale 2^-exponent, for the rows from `slot` of the tile: to the tile if
-/// `keep`, and to `codes`, the tile's first row in global memory, if `store`. Codes of a NaN
+/// Codes of values times scale 2^-exponent to the tile, for the rows from `slot` on. Codes of a NaN
 /// exponent are 0. `scale` is applied together with the power of two: a product that differs from
 /// that of two roundings lies below 2^-30, where every code is 0.
 template <class L>
 __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
                                             const int (&exponents)[L::kPasses], float scale,
-                                            int slot, std::uint8_t* codes, bool store, bool keep,
-                                            CodeTile<L>& tile) {
+                                            int slot, CodeTile<L>& tile) {
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     const bool nan = exponents[pass] == stages::kNanExponent;
     const float factor = mul_rn(scale, pow2(-exponents[pass]));
-    uint2 units[L::kUnits];
+    const unsigned first = tile.offset(slot + lane_row(pass), first_channel<L>(0));
 #pragma unroll
     for (int u = 0; u < L::kUnits; ++u) {
       std::uint32_t words[2];
@@ -427,22 +425,22 @@ __device__ __forceinline__ void encode_rows(const LaneRows<L>& values,
                                   mul_rn(x[3], factor));
         if (nan) words[w] = 0;
       }
-      units[u] = {words[0], words[1]};
+      tile.template at<uint2>(first ^ tile.offset(0, 8 * kRowLanes * u)) = {words[0], words[1]};
     }
-    const int row = slot + lane_row(pass);
-    const int channel = first_channel<L>(0);
-    if (store) {
-      uint2* const to = reinterpret_cast<uint2*>(codes + (row * L::kDim + channel));
+  }
+}
+
+/// Copies the codes of the warp's rows, those from `slot` on, to global memory, whole lines at a
+/// time; `codes` is the tile's first row there. The warp has met since it encoded them.
+template <class L>
+__device__ __forceinline__ void store_rows(CodeTile<L>& tile, int slot, std::uint8_t* codes) {
+  constexpr unsigned kRowUnits = L::kDim / 16;
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned first = tile.offset(slot + lane / kRowUnits, lane % kRowUnits * 16);
+  uint4* const to = reinterpret_cast<uint4*>(codes + slot * L::kDim) + lane;
 #pragma unroll
-      for (int u = 0; u < L::kUnits; ++u) to[u * kRowLanes] = units[u];
-    }
-    if (keep) {
-      const unsigned first = tile.offset(row, channel);
-#pragma unroll
-      for (int u = 0; u < L::kUnits; ++u) {
-        tile.template at<uint2>(first ^ tile.offset(0, 8 * kRowLanes * u)) = units[u];
-      }
-    }
+  for (unsigned row = 0; row < L::kWarpSlots; row += 32 / kRowUnits) {
+    to[row * kRowUnits] = tile.template at<uint4>(first ^ tile.offset(row, 0));
   }
 }
 
