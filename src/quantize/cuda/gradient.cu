@@ -15,18 +15,15 @@ namespace {
 constexpr int kCtas = 4;      // on a multiprocessor
 constexpr int kMinTurns = 6;  // runs of a CTA, where they are as long
 
-/// Rows of O as BF16, 16-byte units permuted so that eight rows spread over the banks, and two
-/// while they are written.
+/// Rows of O as BF16, one 16-byte unit more apart than they are long: the same unit of eight rows
+/// spreads over the banks.
 template <class L>
 struct OutputTile {
-  alignas(128) std::uint8_t bytes[L::kSlots * L::kDim * 2];
+  static constexpr unsigned kRowBytes = L::kDim * 2 + 16;
+  alignas(128) std::uint8_t bytes[L::kSlots * kRowBytes];
 
-  /// Offsets of parts without a common bit combine by exclusive or.
-  __device__ __forceinline__ static constexpr unsigned offset(unsigned slot, unsigned unit) {
-    return slot * (L::kDim * 2) ^ (unit ^ slot % 2 * 4 ^ slot / 2 % 4) * 16;
-  }
-  __device__ __forceinline__ uint4* at(unsigned offset) {
-    return reinterpret_cast<uint4*>(bytes + offset);
+  __device__ __forceinline__ std::uint8_t* at(int slot, int unit) {
+    return bytes + (slot * kRowBytes + unit * 16);
   }
 };
 
@@ -62,7 +59,7 @@ __device__ __forceinline__ void divide(float (&x)[kCount], float& largest, float
 }
 
 /// Channels q and q + 4 of a unit of O, q the lane's place in its row.
-__device__ __forceinline__ std::uint32_t chain_outputs(const uint4* unit) {
+__device__ __forceinline__ std::uint32_t chain_outputs(const std::uint8_t* unit) {
   const std::uint32_t q = threadIdx.x % kRowLanes;
   const auto* const words = reinterpret_cast<const std::uint32_t*>(unit) + q / 2;
   return ptx::permute_bytes(words[0], words[2], q % 2 == 0 ? 0x5410 : 0x7632);
@@ -111,7 +108,6 @@ __device__ __forceinline__ RowSums sum_row(Shared<L>& shared, int slot, int expo
   Chain squares, delta, outputs;
   RowSums sums;
   const unsigned first_code = shared.codes.offset(slot, 0);
-  const unsigned first_output = shared.out.offset(slot, 0);
   const float restore = exponent == stages::kNanExponent ? kNan : pow2(exponent);
 #pragma unroll
   for (int c = 0; c < L::kDim; c += 16) {
@@ -119,8 +115,7 @@ __device__ __forceinline__ RowSums sum_row(Shared<L>& shared, int slot, int expo
     chain_codes(shared.codes.template at<uint4>(first_code ^ shared.codes.offset(0, c)), g);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::uint32_t pair =
-          chain_outputs(shared.out.at(first_output ^ shared.out.offset(0, c / 8 + half)));
+      const std::uint32_t pair = chain_outputs(shared.out.at(slot, c / 8 + half));
       unpack_pair(pair, o[2 * half], o[2 * half + 1]);
       sums.extremes.add(pair);
     }
@@ -163,7 +158,7 @@ __device__ __forceinline__ int output_norm(OutputTile<L>& tile, int slot, const 
 #pragma unroll 1
     for (int unit = 0; unit < L::kDim / 8; ++unit) {
       float o[2];
-      unpack_pair(chain_outputs(tile.at(tile.offset(slot, unit))), o[0], o[1]);
+      unpack_pair(chain_outputs(tile.at(slot, unit)), o[0], o[1]);
 #pragma unroll
       for (const float v : o) {
         const float x = mul_rn(mul_rn(v, pow2(first)), pow2(second));
@@ -227,9 +222,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   };
   const auto fetch_outputs = [&](const Item& item) {
     if (item.tile < order.tiles) {
-      fetch_rows<L>(args.out, out_aligned, item.head, shared.places[warp], [&](int pass, int u) {
-        return shared.out.at(shared.out.offset(slot + lane_row(pass), first_channel<L>(u) / 8));
-      });
+      fetch_rows<L>(args.out, out_aligned, item.head, shared.places[warp], OutputTile<L>::kRowBytes,
+                    [&](int row, int unit) { return shared.out.at(slot + row, unit); });
     }
     ptx::copy_async_commit_group();
   };
@@ -254,12 +248,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   fetch_outputs(item);
   load_statistics(item);
   while (true) {
+    LaneRows<L> values;
+    int exponents[L::kPasses];
     bool sees[L::kPasses];  // any key
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) sees[pass] = lse[pass] != -kInfinity;
-    LaneRows<L> values;
-    int exponents[L::kPasses];
     ptx::copy_async_wait_group<1>();
+    __syncwarp();  // the lanes' parts of dO are there
     take_rows<L>(shared.rows, values);
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
@@ -282,7 +277,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const bool ends = next.tile >= order.tiles;
     if (not ends) {
       if (next.tile != item.tile) find(next.tile);
-      load_statistics(next);
     }
     fetch_gradients(next);
     ptx::copy_async_wait_group<1>();
@@ -309,6 +303,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           static_cast<std::int8_t>(sees[pass] ? norm : stages::kNormExponentMin);
       args.live[to] = sums.squares != 0;  // of codes that are 0 or at least 2^-9
     }
+    if (not ends) load_statistics(next);
     __syncwarp();  // the rows of O have been read
     fetch_outputs(next);
     if (args.transposed != nullptr) {

@@ -246,11 +246,13 @@ __global__ void __launch_bounds__(kThreads, C::kCtas)
       if (lane == 0) shared.beyond[i % 2][warp] = maximum;
     }
     ptx::copy_async_wait_group<0>();
+    __syncwarp();  // the lanes' parts of the rows are there
     if (rotated) {
       take_rotated_rows<L>(shared.rows, work.values);
     } else {
       take_rows<L>(shared.rows, work.values);
     }
+    __syncwarp();  // and have been read
     fetch(i + 1);
     if constexpr (C::kRunning) work.word = peek(in_global(item.words), item.tile - 1);
     find_exponents(place);

@@ -148,63 +148,65 @@ __device__ __forceinline__ uint4 gather(const std::uint16_t* from) {
   return raw.unit;
 }
 
-/// Begins to copy the lane's units to `place(pass, unit)` in shared memory; rows without a token
-/// become 0.
+/// Begins to copy the warp's rows to shared memory, 16-byte units of whole lines by consecutive
+/// lanes; rows without a token become 0. `place(row, unit)` is where those of the first rows go,
+/// the others follow `stride` bytes a row.
 template <class L, class Place>
 __device__ __forceinline__ void fetch_rows(const Bf16View& x, bool aligned, int head,
-                                           const Rows& rows, Place place) {
-  const auto row_of = [&](int pass) {
-    const int row = lane_row(pass);
-    return x.row(rows.token + (row < rows.left ? row : 0), head);
-  };
+                                           const Rows& rows, unsigned stride, Place place) {
+  constexpr int kRowUnits = L::kDim / 8;
+  constexpr int kRows = 32 / kRowUnits;  // at once
+  const int lane = threadIdx.x % 32;
+  const int first = lane / kRowUnits, unit = lane % kRowUnits;
+  const std::uint16_t* from = x.row(rows.token + first, head) + 8 * unit;
+  std::uint8_t* const to = place(first, unit);
   if (aligned) {
 #pragma unroll
-    for (int pass = 0; pass < L::kPasses; ++pass) {
-      const std::uint16_t* const from = row_of(pass) + first_channel<L>(0);
-      const int bytes = lane_row(pass) < rows.left ? 16 : 0;
-#pragma unroll
-      for (int u = 0; u < L::kUnits; ++u) {
-        ptx::copy_async_16(ptx::shared_address(place(pass, u)), from + u * 8 * kRowLanes, bytes);
-      }
+    for (int row = 0; row < L::kWarpSlots; row += kRows, from += kRows * x.token_stride) {
+      ptx::copy_async_16(ptx::shared_address(to + row * stride), from,
+                         row + first < rows.left ? 16 : 0);
     }
   } else {
 #pragma unroll 1
-    for (int i = 0; i < L::kPasses * L::kUnits; ++i) {
-      const int pass = i / L::kUnits, u = i % L::kUnits;
-      *place(pass, u) = lane_row(pass) < rows.left ? gather(row_of(pass) + first_channel<L>(u))
-                                                   : uint4{0, 0, 0, 0};
+    for (int row = 0; row < L::kWarpSlots; row += kRows, from += kRows * x.token_stride) {
+      *reinterpret_cast<uint4*>(to + row * stride) =
+          row + first < rows.left ? gather(from) : uint4{0, 0, 0, 0};
     }
   }
 }
 
-/// Rows that a warp waits for, in shared memory. 16-byte units are permuted so that neither
-/// fetching units q, q + 4, ... (q the lane's place in its row) nor reading as many consecutive
-/// ones from q times that number on makes banks collide.
+/// Rows that a warp waits for, in shared memory. 16-byte units are permuted inside lines of 128
+/// bytes so that neither fetching consecutive units nor reading those that a lane holds makes banks
+/// collide: units q, q + 4, ... (q the lane's place in its row), or as many consecutive ones.
 template <class L>
 struct RowBuffer {
-  static constexpr unsigned kPassBytes = kRowsAtOnce * L::kDim * 2;
-  alignas(128) std::uint8_t bytes[kWarps * L::kPasses * kPassBytes];
+  static constexpr unsigned kRowBytes = L::kDim * 2;
+  alignas(128) std::uint8_t bytes[L::kSlots * kRowBytes];
 
   __device__ __forceinline__ void fetch(const Bf16View& x, bool aligned, int head,
                                         const Rows& rows) {
-    fetch_rows<L>(x, aligned, head, rows, [&](int pass, int u) { return strided(pass, u); });
+    fetch_rows<L>(x, aligned, head, rows, kRowBytes,
+                  [&](int row, int unit) { return bytes + (warp_base() ^ offset(row, unit)); });
   }
-  /// Unit q + 4 u: one that the lane fetches itself.
-  __device__ __forceinline__ uint4* strided(unsigned pass, unsigned u) {
-    return at((place(threadIdx.x % kRowLanes) ^ u * 16) + u * 128 + pass * kPassBytes);
+  /// Unit q + 4 u.
+  __device__ __forceinline__ uint4* strided(int pass, int u) {
+    return at(warp_base() ^ offset(lane_row(0), threadIdx.x % kRowLanes) ^
+              offset(pass * kRowsAtOnce, kRowLanes * u));
   }
   /// Unit u of those from the lane's first on if each has consecutive ones.
-  __device__ __forceinline__ uint4* consecutive(unsigned pass, unsigned u) {
-    return at((place(threadIdx.x % kRowLanes * L::kUnits) ^ u * 16) + pass * kPassBytes);
+  __device__ __forceinline__ uint4* consecutive(int pass, int u) {
+    return at(warp_base() ^ offset(lane_row(0), threadIdx.x % kRowLanes * L::kUnits) ^
+              offset(pass * kRowsAtOnce, u));
   }
 
  private:
-  /// Two rows take lines of 128 bytes, each with four units of either.
-  __device__ __forceinline__ static unsigned place(unsigned unit) {
-    const unsigned row = threadIdx.x % 32 / kRowLanes;
-    const unsigned line = row / 2 * L::kUnits + unit / kRowLanes;
-    return threadIdx.x / 32 * (L::kPasses * kPassBytes) + line * 128 +
-           (row % 2 * kRowLanes | (unit % kRowLanes ^ unit / kRowLanes)) * 16;
+  /// Offsets of parts without a common bit combine by exclusive or.
+  __device__ __forceinline__ static constexpr unsigned offset(unsigned row, unsigned unit) {
+    const unsigned permutation = L::kDim == 128 ? unit / 8 ^ row % 2 * 6 : row % 2 * 5;
+    return row * kRowBytes ^ (unit ^ permutation) * 16;
+  }
+  __device__ __forceinline__ static unsigned warp_base() {
+    return threadIdx.x / 32 * (L::kWarpSlots * kRowBytes);
   }
   __device__ __forceinline__ uint4* at(unsigned offset) {
     return reinterpret_cast<uint4*>(bytes + offset);
@@ -226,7 +228,8 @@ __device__ __forceinline__ void unpack(const uint4& unit, float* values) {
   for (int p = 0; p < 4; ++p) unpack_pair(pairs[p], values[2 * p], values[2 * p + 1]);
 }
 
-/// What RowBuffer::fetch() brought.
+/// What RowBuffer::fetch() brought. The warp has met since it waited for it, and must meet before
+/// it fetches more.
 template <class L>
 __device__ __forceinline__ void take_rows(RowBuffer<L>& buffer, LaneRows<L>& values) {
 #pragma unroll
@@ -299,11 +302,9 @@ __device__ __forceinline__ void rotate(LaneRows<L>& values) {
 
 /// What RowBuffer::fetch() brought, rotated: the same values with fewer instructions. A lane takes
 /// consecutive units, so that more strides lie inside it, and the place of the rows serves to give
-/// it those which take_rows() would, half of each unit at a time. The warp calls it together and
-/// may fetch to that place afterwards.
+/// it those which take_rows() would, half of each unit at a time.
 template <class L>
 __device__ __forceinline__ void take_rotated_rows(RowBuffer<L>& buffer, LaneRows<L>& values) {
-  __syncwarp();  // what the other lanes fetched is there
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
 #pragma unroll
@@ -339,7 +340,6 @@ __device__ __forceinline__ void take_rotated_rows(RowBuffer<L>& buffer, LaneRows
       }
     }
   }
-  __syncwarp();
 #pragma unroll
   for (float(&x)[L::kLaneChannels] : values) {
 #pragma unroll
