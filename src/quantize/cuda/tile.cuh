@@ -2,8 +2,9 @@
 //
 // A CTA of 8 warps owns a tile of slots of one head. Documents start at multiples of 16 slots and
 // take at least 16, so the slots of a warp belong to one document. Four lanes share a row: lane q
-// holds the 16-byte units q, q + 4, ... of its BF16 values, so that loads and stores cover whole
-// sectors, and sums chain q of a row afterwards. A warp takes eight rows at a time.
+// holds the 16-byte units q, q + 4, ... of its BF16 values, and sums chain q of a row afterwards. A
+// warp takes eight rows at a time. Rows and codes pass through shared memory on their way from and
+// to global memory, where consecutive lanes move consecutive units of whole lines.
 #pragma once
 
 #include <cstdint>
