@@ -43,6 +43,22 @@ struct RowFacts {
   std::int32_t r;  // of the accumulator; kNoScale before the first chunk that the row sees
 };
 
+/// What tables hold of the item's rows.
+template <int kRows>
+struct alignas(16) RowTables {
+  float delta[kRows];
+  std::int8_t eq[kRows], eg[kRows], ng[kRows], no[kRows];
+};
+
+/// What tables hold of the last keys that the item's rows see of a chunk: running maxima of nV and,
+/// where tables are monotone, EK. A mask is a band, whose ends move by at most one a row.
+template <int kRows>
+struct alignas(16) LastKeys {
+  static constexpr int kKeys = kRows + stages::kSlotAlignment;
+  std::int8_t nv[kKeys], ek[kKeys];
+  int begin;  // the first one, counted from the document's start
+};
+
 template <class Config>
 struct alignas(1024) SharedStorage {
   std::uint8_t q[Config::kRows * Config::kDim];  // of the item
@@ -59,14 +75,17 @@ struct alignas(1024) SharedStorage {
   // overwritten twice as many blocks on as there are stages, which needs block t + 1 to be over.
   alignas(16) std::int8_t ek[2 * Config::kStages][kKeyTile];
   alignas(16) std::int8_t ev[2 * Config::kStages][kKeyTile];
+  // The same of chunks that begin with tile t.
+  LastKeys<Config::kRows> last_keys[2 * Config::kStages];
   // 64 queries x d in FP32 a warpgroup: sums. In the epilogue BF16 rows, each warp its own
   // 16 in its part.
   float4 sums[Config::kConsumers][Config::kFloat4s];
+  RowTables<Config::kRows> tables;  // beside Q and G
   RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
   Work work[kWorkSlots];            // items at hand and ahead
   Range whole[Config::kConsumers];  // the producer's own: tiles whose keys all rows see
   tile::RingBarriers<kWorkSlots> work_ring;
-  tile::RingBarriers<1> query_ring;  // Q and G
+  tile::RingBarriers<1> query_ring;  // Q, G and tables
   tile::RingBarriers<Config::kStages> operand_ring;
 };
 
@@ -96,6 +115,12 @@ __device__ __forceinline__ Range whole_tiles(const Mask& mask, const Document& d
           visible_keys(mask, d.q_len, d.k_len, first_row).end / kKeyTile};
 }
 
+/// Keys of a chunk among those that a row sees.
+__device__ __forceinline__ Range in_chunk(Range visible, int chunk) {
+  return {max(visible.begin, stages::chunk_begin(chunk)),
+          min(visible.end, stages::chunk_end(chunk))};
+}
+
 // ---- producer ---------------------------------------------------------------------------------
 
 /// Whether the first `count` of a tile's stored exponents agree.
@@ -112,6 +137,31 @@ __device__ __forceinline__ bool is_uniform(const std::int8_t* exponents, int cou
            (first + 2 >= count or own.z == e) and (first + 3 >= count or own.w == e);
   }
   return __all_sync(0xFFFFFFFFu, same);
+}
+
+/// How many of `count` slots from `first` on a table of `slots` holds: the last tile of the last
+/// document may reach past its end.
+__device__ __forceinline__ std::uint32_t slots_within(int count, std::int64_t first,
+                                                      std::int64_t slots) {
+  return static_cast<std::uint32_t>(min(std::int64_t{count}, slots - first));
+}
+
+/// Copies what LastKeys holds of a chunk.
+template <class Config>
+__device__ __forceinline__ void load_last_keys(const BackwardParams& params, const Work& work,
+                                               int chunk, LastKeys<Config::kRows>& to,
+                                               std::uint32_t full) {
+  const Document& d = work.document;
+  const Range seen = in_chunk(visible_keys(params.mask, d.q_len, d.k_len, work.item.first), chunk);
+  const int begin = max(seen.end - 1, 0) / stages::kSlotAlignment * stages::kSlotAlignment;
+  const std::int64_t offset = work.key_head * params.k_slots + d.k_slot + begin;
+  const std::uint32_t bytes = slots_within(to.kKeys, offset, params.heads_k * params.k_slots);
+  to.begin = begin;
+  ptx::mbarrier_expect(full, (Config::kMonotone ? 2 : 1) * bytes);
+  ptx::copy_bulk(ptx::shared_address(to.nv), params.v_running_norms + offset, bytes, full);
+  if constexpr (Config::kMonotone) {
+    ptx::copy_bulk(ptx::shared_address(to.ek), params.k_exponents + offset, bytes, full);
+  }
 }
 
 // Key tiles from which an item is long enough to hide what the next one reads before its first
@@ -142,7 +192,20 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
     if (leads) {
       shared.query_ring.wait_empty(tile::RingPosition<1>::after(item));
       const std::uint32_t query_full = shared.query_ring.full_at(0);
-      ptx::mbarrier_arrive_expect(query_full, sizeof(shared.q) + sizeof(shared.g));
+      const std::int64_t row = work.item.head * params.q_slots + query_slot;
+      const std::uint32_t rows = slots_within(
+          Config::kRows, row, params.heads_k * params.queries_per_key_head * params.q_slots);
+      ptx::mbarrier_arrive_expect(
+          query_full, sizeof(shared.q) + sizeof(shared.g) +
+                          rows * static_cast<std::uint32_t>(sizeof(shared.tables) / Config::kRows));
+      const auto copy_table = [&](auto& to, const auto* from) {
+        ptx::copy_bulk(ptx::shared_address(to), from + row, rows * sizeof(*from), query_full);
+      };
+      copy_table(shared.tables.delta, params.delta);
+      copy_table(shared.tables.eq, params.q_exponents);
+      copy_table(shared.tables.eg, params.g_exponents);
+      copy_table(shared.tables.ng, params.g_norms);
+      copy_table(shared.tables.no, params.o_norms);
       ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
                           query_full);
       ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
@@ -164,15 +227,17 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
       const int slot = static_cast<int>(d.k_slot) + t * kKeyTile;
       const int exponents_slot = at.stage + Config::kStages * static_cast<int>(at.parity);
       std::int64_t offset = 0;
-      int bytes = 0;  // of exponents
+      std::uint32_t bytes = 0;  // of exponents
+      const int chunk = stages::chunk_of(next * kKeyTile);
+      const bool begins =
+          rows and (next == work.visits.begin or next * kKeyTile == stages::chunk_begin(chunk));
       if (rows) {
         offset = work.key_head * params.k_slots + slot + kKeyTile;
         const int keys = min(kKeyTile, d.k_len - next * kKeyTile);
         const bool uniform_k = is_uniform<Config>(params.k_exponents + offset, keys);
         const bool uniform_v = is_uniform<Config>(params.v_exponents + offset, keys);
         const bool uniform = uniform_k and uniform_v;
-        const bool rare = next == work.visits.begin or next % 8 == 7 or
-                          next * kKeyTile == stages::chunk_begin(stages::chunk_of(next * kKeyTile));
+        const bool rare = begins or next % 8 == 7;
         const auto phase = [&](Range whole) {
           return not uniform            ? Phase::kGeneral
                  : whole.contains(next) ? Phase::kPlain
@@ -182,17 +247,16 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
         facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset],
                                 phase(shared.whole[0]), phase(shared.whole[1]), exponents_slot);
         if (rare or ((facts ^ before) & TileFacts::kExponents) != 0) facts |= TileFacts::kRare;
-        // The last tile of the last document may end before 128 slots do.
-        if (not uniform) {
-          bytes = static_cast<int>(
-              min(std::int64_t{kKeyTile}, params.heads_k * params.k_slots - offset));
-        }
+        if (not uniform) bytes = slots_within(kKeyTile, offset, params.heads_k * params.k_slots);
       }
       if (leads) {
         shared.operand_ring.wait_empty(at);
         auto& stage = shared.stages[at.stage];
         const std::uint32_t full = shared.operand_ring.full_at(at.stage);
         shared.facts[at.stage] = facts;
+        if (begins) {
+          load_last_keys<Config>(params, work, chunk, shared.last_keys[exponents_slot], full);
+        }
         ptx::mbarrier_arrive_expect(full,
                                     (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
                                         (transposes ? sizeof(stage.k_transposed) : 0));
@@ -352,12 +416,6 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
   }
 }
 
-/// Keys of a chunk among those that a row sees.
-__device__ __forceinline__ Range in_chunk(Range visible, int chunk) {
-  return {max(visible.begin, stages::chunk_begin(chunk)),
-          min(visible.end, stages::chunk_end(chunk))};
-}
-
 /// What r_i takes from the keys of a chunk that each of the thread's two rows sees, as stored: the
 /// running maximum of nV and the largest EK. Nothing where a row sees none.
 struct ChunkKeys {
@@ -365,17 +423,15 @@ struct ChunkKeys {
 };
 
 /// Where tables are monotone the last key has the largest EK. Else a warp looks at the keys that
-/// its rows share, and each quad at the few that only some of them see: a mask is a band, whose
-/// ends move by at most one a row. warp_row: the first of the warp's 16 rows. `visible` of the
-/// thread's.
+/// its rows share, and each quad at the few that only some of them see. warp_row: the first of the
+/// warp's 16 rows. `visible` of the thread's.
 template <class Config>
 __device__ __forceinline__ ChunkKeys keys_of_chunk(const BackwardParams& params, const Work& work,
+                                                   const LastKeys<Config::kRows>& last,
                                                    int warp_row, const Range (&visible)[2],
                                                    int chunk) {
   const Document& d = work.document;
-  const std::int64_t slots = work.key_head * params.k_slots + d.k_slot;
-  const std::int8_t* const ek = params.k_exponents + slots;
-  const std::int8_t* const nv = params.v_running_norms + slots;
+  const std::int8_t* const ek = params.k_exponents + work.key_head * params.k_slots + d.k_slot;
   Range shared{0, 0};  // keys that all of the warp's rows see
   int shared_ek = -128;
   if constexpr (not Config::kMonotone) {
@@ -395,9 +451,9 @@ __device__ __forceinline__ ChunkKeys keys_of_chunk(const BackwardParams& params,
   for (int h = 0; h < 2; ++h) {
     const Range seen = in_chunk(visible[h], chunk);
     if (seen.empty()) continue;
-    keys.nv[h] = nv[seen.end - 1];
+    keys.nv[h] = last.nv[seen.end - 1 - last.begin];
     if constexpr (Config::kMonotone) {
-      keys.ek[h] = ek[seen.end - 1];
+      keys.ek[h] = last.ek[seen.end - 1 - last.begin];
     } else {
       const Range inner = shared.empty() ? Range{seen.end, seen.end} : shared;
       keys.ek[h] = shared_ek;
@@ -468,28 +524,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const Document& d = work.document;
     const int first_row = work.item.first + 64 * consumer;
 
-    // On their way while the first scores are multiplied.
-    RowFacts own[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row + tile::fragment_row(thread, h);
-      const bool valid = row < d.q_len;
-      const std::int64_t slot = work.item.head * params.q_slots + d.q_slot + row;
-      RowFacts& facts = own[h] = {};
-      facts.visible = valid ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
-      facts.r = cuda::kNoScale;
-      if (not facts.visible.empty()) {
-        facts.mu = params.row_reference[work.item.head * params.total_q + d.q_token + row];
-        facts.delta = params.delta[slot];
-        facts.eq = params.q_exponents[slot];
-        facts.eg = params.g_exponents[slot];
-        facts.ng = params.g_norms[slot];
-        facts.no = params.o_norms[slot];
-      }
-    }
-    const int first_chunk = stages::chunk_of(work.visits.begin * kKeyTile);
-    const ChunkKeys first_keys = keys_of_chunk<Config>(
-        params, work, first_row + 16 * warp, {own[0].visible, own[1].visible}, first_chunk);
     const int tiles_end = work.visits.end;
     float dq[Config::kOutputs], s[64], dp[64];
     RowFactors factors;
@@ -521,14 +555,51 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
 
     // Q and G go back before the last tile, which needs no further scores.
     const auto release_queries = [&] {
-      if (leader) ptx::mbarrier_arrive(shared.query_ring.empty_at(0));
+      if (leader or Config::kEveryLaneArrives) {
+        ptx::mbarrier_arrive(shared.query_ring.empty_at(0));
+      }
     };
+    RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
+    RowFacts own[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = min(first_row + tile::fragment_row(thread, h), d.q_len - 1);
+      own[h].mu = params.row_reference[work.item.head * params.total_q + d.q_token + row];
+    }
     shared.query_ring.wait_full(tile::RingPosition<1>::after(item));
+    // NOTE: of rows past the document's end it may be anything. They see no key.
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = 64 * consumer + tile::fragment_row(thread, h);
+      own[h].delta = shared.tables.delta[row];
+      own[h].eq = shared.tables.eq[row];
+      own[h].eg = shared.tables.eg[row];
+      own[h].ng = shared.tables.ng[row];
+      own[h].no = shared.tables.no[row];
+      own[h].r = cuda::kNoScale;
+    }
     if (not work.visits.empty()) {
       shared.operand_ring.wait_full(at);
+      facts = shared.facts[at.stage];
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
-      facts = shared.facts[at.stage];
+      // While the first scores are multiplied.
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_row + tile::fragment_row(thread, h);
+        own[h].visible =
+            row < d.q_len ? visible_keys(params.mask, d.q_len, d.k_len, row) : Range{0, 0};
+      }
+      const int chunk = stages::chunk_of(work.visits.begin * kKeyTile);
+      const ChunkKeys found =
+          keys_of_chunk<Config>(params, work, shared.last_keys[TileFacts::slot(facts)],
+                                first_row + 16 * warp, {own[0].visible, own[1].visible}, chunk);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        own[h].r = scale_in_chunk(own[h], chunk, found.nv[h], found.ek[h]);
+        if (threadIdx.x % 4 == 0) rows[8 * h] = own[h];
+      }
+      __syncwarp();
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -538,13 +609,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
     }
     if (work.visits.size() <= 1) release_queries();
-    RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      own[h].r = scale_in_chunk(own[h], first_chunk, first_keys.nv[h], first_keys.ek[h]);
-      if (threadIdx.x % 4 == 0) rows[8 * h] = own[h];
-    }
-    __syncwarp();
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
@@ -554,8 +618,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         if (t == work.visits.begin) {
           keep = 0;
         } else if (first_key == stages::chunk_begin(chunk)) {
-          const ChunkKeys found = keys_of_chunk<Config>(params, work, first_row + 16 * warp,
-                                                        {rows[0].visible, rows[8].visible}, chunk);
+          const ChunkKeys found = keys_of_chunk<Config>(
+              params, work, shared.last_keys[TileFacts::slot(facts)], first_row + 16 * warp,
+              {rows[0].visible, rows[8].visible}, chunk);
           // NOTE: the quad of a row shares its facts: all read before one writes.
           const std::int32_t before[2] = {rows[0].r, rows[8].r};
           const std::int32_t after[2] = {scale_in_chunk(rows[0], chunk, found.nv[0], found.ek[0]),
@@ -659,8 +724,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
   if (threadIdx.x == 0) {
     shared.work_ring.initialise(128 * Config::kConsumers);
-    shared.query_ring.initialise(4 * Config::kConsumers);
-    shared.operand_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers);
+    constexpr int kArrivals = (Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers;
+    shared.query_ring.initialise(kArrivals);
+    shared.operand_ring.initialise(kArrivals);
     ptx::fence_mbarrier_init();
   }
   // Rows of stages that the first items never fill must hold finite codes.
