@@ -36,11 +36,11 @@ __device__ __forceinline__ void rotate_rows(float (&x)[kRegisters]) {
   }
 #pragma unroll
   for (int lane_bit = 1; lane_bit <= 2; lane_bit *= 2) {
-    const bool upper = (threadIdx.x & lane_bit) != 0;
+    const float sign = (threadIdx.x & lane_bit) != 0 ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) {
       const float other = __shfl_xor_sync(0xFFFFFFFFu, x[i], lane_bit);
-      x[i] = add_rn(upper ? -x[i] : x[i], other);
+      x[i] = fma_rn(x[i], sign, other);  // the product is exact
     }
   }
 #pragma unroll

@@ -529,8 +529,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     RowFactors factors;
     std::uint32_t facts = 0;
     bool started = false;
+    const auto clear = [&] {
 #pragma unroll
-    for (int i = 0; i < Config::kOutputs; ++i) dq[i] = 0.0f;
+      for (int i = 0; i < Config::kOutputs; ++i) dq[i] = 0.0f;
+    };
 
     const auto scores = [&](const typename SharedStorage<Config>::Stage& stage) {
       const std::uint64_t qd = tile::k_major_descriptor(Config::kRowSwizzle, q_tile);
@@ -584,6 +586,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
       // While the first scores are multiplied.
+      clear();
+      ptx::pin(dq);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = first_row + tile::fragment_row(thread, h);
@@ -702,6 +706,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
       if (t + 2 == tiles_end) release_queries();
     }
+    if (work.visits.empty()) clear();
     const bool keeps = not Config::kRowScale and not work.visits.empty();
     const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
                             keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
