@@ -603,7 +603,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         own[h].r = scale_in_chunk(own[h], chunk, found.nv[h], found.ek[h]);
         if (threadIdx.x % 4 == 0) rows[8 * h] = own[h];
       }
-      __syncwarp();
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -613,6 +612,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
     }
     if (work.visits.size() <= 1) release_queries();
+    __syncwarp();
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
