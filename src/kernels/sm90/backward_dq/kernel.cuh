@@ -92,7 +92,8 @@ struct alignas(1024) SharedStorage {
 /// EK and EV of a key tile's first key, whether something rare is due before its phase, how that
 /// goes in each warpgroup, and where the tile's exponents lie.
 struct TileFacts : TileFactsBase {
-  // A chunk may begin, a promotion be due, or EK and EV are others than in the tile before.
+  // Behind an item's first tile: a chunk begins, a promotion may be due, or EK and EV are others
+  // than in the tile before.
   static constexpr std::uint32_t kRare = 1u << 16;
 
   __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, Phase phase0,
@@ -237,7 +238,6 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
         const bool uniform_k = is_uniform<Config>(params.k_exponents + offset, keys);
         const bool uniform_v = is_uniform<Config>(params.v_exponents + offset, keys);
         const bool uniform = uniform_k and uniform_v;
-        const bool rare = begins or next % 8 == 7;
         const auto phase = [&](Range whole) {
           return not uniform            ? Phase::kGeneral
                  : whole.contains(next) ? Phase::kPlain
@@ -246,7 +246,10 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
         const std::uint32_t before = facts;
         facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset],
                                 phase(shared.whole[0]), phase(shared.whole[1]), exponents_slot);
-        if (rare or ((facts ^ before) & TileFacts::kExponents) != 0) facts |= TileFacts::kRare;
+        const bool others = ((facts ^ before) & TileFacts::kExponents) != 0;
+        if (next != work.visits.begin and (begins or next % 8 == 7 or others)) {
+          facts |= TileFacts::kRare;
+        }
         if (not uniform) bytes = slots_within(kKeyTile, offset, params.heads_k * params.k_slots);
       }
       if (leads) {
@@ -562,6 +565,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       }
     };
     RowFacts* const rows = shared.rows + 64 * consumer + tile::fragment_row(thread, 0);
+    const auto form_factors = [&](const RowFacts& first, const RowFacts& second) {
+      const Exponent ek = Exponent::stored(TileFacts::ek(facts));
+      const Exponent ev = Exponent::stored(TileFacts::ev(facts));
+      set_factors(factors, 0, first, ek, ev, params.score_scale);
+      set_factors(factors, 1, second, ek, ev, params.score_scale);
+    };
     RowFacts own[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -603,6 +612,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         own[h].r = scale_in_chunk(own[h], chunk, found.nv[h], found.ek[h]);
         if (threadIdx.x % 4 == 0) rows[8 * h] = own[h];
       }
+      form_factors(own[0], own[1]);
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -613,15 +623,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     }
     if (work.visits.size() <= 1) release_queries();
     __syncwarp();
+    int keep = 0;  // what is in the accumulator
     for (int t = work.visits.begin; t < tiles_end; ++t) {
       const int first_key = t * kKeyTile;
       // Rarely: a chunk begins (chunks are whole tiles), a promotion is due, or exponents change.
-      int keep = Config::kRowScale ? 0 : 1;  // what is in the accumulator
       if ((facts & TileFacts::kRare) != 0) {
         const int chunk = stages::chunk_of(first_key);
-        if (t == work.visits.begin) {
-          keep = 0;
-        } else if (first_key == stages::chunk_begin(chunk)) {
+        if (first_key == stages::chunk_begin(chunk)) {
           const ChunkKeys found = keys_of_chunk<Config>(
               params, work, shared.last_keys[TileFacts::slot(facts)], first_row + 16 * warp,
               {rows[0].visible, rows[8].visible}, chunk);
@@ -649,11 +657,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
           started = true;
           keep = 0;
         }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          set_factors(factors, h, rows[8 * h], Exponent::stored(TileFacts::ek(facts)),
-                      Exponent::stored(TileFacts::ev(facts)), params.score_scale);
-        }
+        form_factors(rows[0], rows[8]);
       }
 
       TileCodes codes;
@@ -681,6 +685,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                                                         ptx::shared_address(stage.k_transposed));
       ptx::wgmma_fence();
       Gradients::rs(dq, codes.ds[0], kt, keep);
+      keep = Config::kRowScale ? 0 : 1;
 #pragma unroll
       for (int k = 1; k < 4; ++k) {
         Gradients::add_rs(dq, codes.ds[k], kt + k * tile::kDescriptorStepK32);
