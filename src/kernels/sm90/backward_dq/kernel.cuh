@@ -199,6 +199,10 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
       ptx::mbarrier_arrive_expect(
           query_full, sizeof(shared.q) + sizeof(shared.g) +
                           rows * static_cast<std::uint32_t>(sizeof(shared.tables) / Config::kRows));
+      ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
+                          query_full);
+      ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
+                          query_full);
       const auto copy_table = [&](auto& to, const auto* from) {
         ptx::copy_bulk(ptx::shared_address(to), from + row, rows * sizeof(*from), query_full);
       };
@@ -207,10 +211,6 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
       copy_table(shared.tables.eg, params.g_exponents);
       copy_table(shared.tables.ng, params.g_norms);
       copy_table(shared.tables.no, params.o_norms);
-      ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
-                          query_full);
-      ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
-                          query_full);
     }
     if (work.visits.empty()) continue;
 
@@ -257,12 +257,8 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
         auto& stage = shared.stages[at.stage];
         const std::uint32_t full = shared.operand_ring.full_at(at.stage);
         shared.facts[at.stage] = facts;
-        if (begins) {
-          load_last_keys<Config>(params, work, chunk, shared.last_keys[exponents_slot], full);
-        }
-        ptx::mbarrier_arrive_expect(full,
-                                    (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
-                                        (transposes ? sizeof(stage.k_transposed) : 0));
+        ptx::mbarrier_expect(full, (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
+                                       (transposes ? sizeof(stage.k_transposed) : 0));
         if (rows) {
           ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
                               work.key_head, full);
@@ -279,6 +275,10 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
           ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed, slot,
                               0, work.key_head, full);
         }
+        if (begins) {
+          load_last_keys<Config>(params, work, chunk, shared.last_keys[exponents_slot], full);
+        }
+        ptx::mbarrier_arrive(full);
       }
       at.advance();
     }
