@@ -83,7 +83,8 @@ struct alignas(1024) SharedStorage {
   RowTables<Config::kRows> tables;  // beside Q and G
   RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
   Work work[kWorkSlots];            // items at hand and ahead
-  Range whole[Config::kConsumers];  // the producer's own: tiles whose keys all rows see
+  // The producers' own: tiles whose keys all rows of a warpgroup see.
+  Range whole[kWorkSlots][Config::kConsumers];
   tile::RingBarriers<kWorkSlots> work_ring;
   tile::RingBarriers<1> query_ring;  // Q, G and tables
   tile::RingBarriers<Config::kStages> operand_ring;
@@ -169,58 +170,62 @@ __device__ __forceinline__ void load_last_keys(const BackwardParams& params, con
 // tile. Until then the next is taken early, and no other CTA can take it.
 inline constexpr int kShortItem = 8;
 
-/// Items, Q and G, and the operands of every block: one thread. Where tables are not monotone a
-/// warp, whose other lanes help to look at exponents.
+/// Items, Q, G and tables: one thread.
 template <class Config>
-__device__ void load(const BackwardParams& params, SharedStorage<Config>& shared) {
-  std::uint32_t item = 0;  // of the CTA's
+__device__ void load_items(const BackwardParams& params, SharedStorage<Config>& shared) {
+  for (std::uint32_t item = 0;; ++item) {  // of the CTA's
+    const auto at = tile::RingPosition<kWorkSlots>::after(item);
+    const Work& work = place_work<false>(params, shared.work, shared.work_ring, at);
+    if (not work.last) {
+      shared.whole[at.stage][0] = whole_tiles(params.mask, work.document, work.item.first);
+      shared.whole[at.stage][1] = whole_tiles(params.mask, work.document, work.item.first + 64);
+    }
+    ptx::mbarrier_arrive(shared.work_ring.full_at(at.stage));
+    if (work.last) return;
+
+    const int slot = static_cast<int>(work.document.q_slot) + work.item.first;
+    const int head = work.item.head;
+    const std::int64_t row = head * params.q_slots + slot;
+    const std::uint32_t rows = slots_within(
+        Config::kRows, row, params.heads_k * params.queries_per_key_head * params.q_slots);
+    const std::uint32_t full = shared.query_ring.full_at(0);
+    shared.query_ring.wait_empty(tile::RingPosition<1>::after(item));
+    ptx::mbarrier_arrive_expect(
+        full, sizeof(shared.q) + sizeof(shared.g) +
+                  rows * static_cast<std::uint32_t>(sizeof(shared.tables) / Config::kRows));
+    ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, slot, head, full);
+    ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, slot, head, full);
+    const auto copy_table = [&](auto& to, const auto* from) {
+      ptx::copy_bulk(ptx::shared_address(to), from + row, rows * sizeof(*from), full);
+    };
+    copy_table(shared.tables.delta, params.delta);
+    copy_table(shared.tables.eq, params.q_exponents);
+    copy_table(shared.tables.eg, params.g_exponents);
+    copy_table(shared.tables.ng, params.g_norms);
+    copy_table(shared.tables.no, params.o_norms);
+    // Q and G come back before the last tile.
+    if (work.visits.size() >= kShortItem) {
+      shared.query_ring.wait_empty(tile::RingPosition<1>::after(item + 1));
+    }
+  }
+}
+
+/// The operands of every block: one thread. Where tables are not monotone a warp, whose other lanes
+/// help to look at exponents.
+template <class Config>
+__device__ void load_operands(const BackwardParams& params, SharedStorage<Config>& shared) {
   tile::RingPosition<Config::kStages> at;
   const bool leads = Config::kMonotone or threadIdx.x % 32 == 0;
-  std::uint32_t placed = 0;
-  for (;; ++item) {
-    const Work& work = shared.work[item % kWorkSlots];
-    // This item, and behind a short one the next.
-    while (leads and (placed <= item or
-                      (placed == item + 1 and not work.last and work.visits.size() < kShortItem))) {
-      const auto work_at = tile::RingPosition<kWorkSlots>::after(placed++);
-      place_work<false>(params, shared.work, shared.work_ring, work_at);
-      ptx::mbarrier_arrive(shared.work_ring.full_at(work_at.stage));
-    }
-    if constexpr (not Config::kMonotone) __syncwarp();
+  for (std::uint32_t item = 0;; ++item) {  // of the CTA's
+    const auto work_at = tile::RingPosition<kWorkSlots>::after(item);
+    shared.work_ring.wait_full(work_at);
+    const Work& work = shared.work[work_at.stage];
     if (work.last) return;
     const Document& d = work.document;
-    const int query_slot = static_cast<int>(d.q_slot) + work.item.first;
-    if (leads) {
-      shared.query_ring.wait_empty(tile::RingPosition<1>::after(item));
-      const std::uint32_t query_full = shared.query_ring.full_at(0);
-      const std::int64_t row = work.item.head * params.q_slots + query_slot;
-      const std::uint32_t rows = slots_within(
-          Config::kRows, row, params.heads_k * params.queries_per_key_head * params.q_slots);
-      ptx::mbarrier_arrive_expect(
-          query_full, sizeof(shared.q) + sizeof(shared.g) +
-                          rows * static_cast<std::uint32_t>(sizeof(shared.tables) / Config::kRows));
-      ptx::copy_tensor_3d(ptx::shared_address(shared.q), &params.q, 0, query_slot, work.item.head,
-                          query_full);
-      ptx::copy_tensor_3d(ptx::shared_address(shared.g), &params.g, 0, query_slot, work.item.head,
-                          query_full);
-      const auto copy_table = [&](auto& to, const auto* from) {
-        ptx::copy_bulk(ptx::shared_address(to), from + row, rows * sizeof(*from), query_full);
-      };
-      copy_table(shared.tables.delta, params.delta);
-      copy_table(shared.tables.eq, params.q_exponents);
-      copy_table(shared.tables.eg, params.g_exponents);
-      copy_table(shared.tables.ng, params.g_norms);
-      copy_table(shared.tables.no, params.o_norms);
-    }
-    if (work.visits.empty()) continue;
-
-    if (leads) {
-      shared.whole[0] = whole_tiles(params.mask, d, work.item.first);
-      shared.whole[1] = whole_tiles(params.mask, d, work.item.first + 64);
-    }
-    if constexpr (not Config::kMonotone) __syncwarp();
+    const Range(&whole)[2] = shared.whole[work_at.stage];
     std::uint32_t facts = 0;  // of the tile whose rows were loaded last
-    for (int t = work.visits.begin - 1; t < work.visits.end; ++t) {
+    const int first = work.visits.empty() ? work.visits.end : work.visits.begin - 1;
+    for (int t = first; t < work.visits.end; ++t) {
       // Rows of tile t + 1, transpose of tile t.
       const int next = t + 1;
       const bool rows = next < work.visits.end;
@@ -238,14 +243,14 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
         const bool uniform_k = is_uniform<Config>(params.k_exponents + offset, keys);
         const bool uniform_v = is_uniform<Config>(params.v_exponents + offset, keys);
         const bool uniform = uniform_k and uniform_v;
-        const auto phase = [&](Range whole) {
-          return not uniform            ? Phase::kGeneral
-                 : whole.contains(next) ? Phase::kPlain
-                                        : Phase::kMasked;
+        const auto phase = [&](Range seen) {
+          return not uniform           ? Phase::kGeneral
+                 : seen.contains(next) ? Phase::kPlain
+                                       : Phase::kMasked;
         };
         const std::uint32_t before = facts;
         facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset],
-                                phase(shared.whole[0]), phase(shared.whole[1]), exponents_slot);
+                                phase(whole[0]), phase(whole[1]), exponents_slot);
         const bool others = ((facts ^ before) & TileFacts::kExponents) != 0;
         if (next != work.visits.begin and (begins or next % 8 == 7 or others)) {
           facts |= TileFacts::kRare;
@@ -282,6 +287,8 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
       }
       at.advance();
     }
+    if constexpr (not Config::kMonotone) __syncwarp();
+    if (leads) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));
   }
 }
 
@@ -733,7 +740,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
   if (threadIdx.x == 0) {
-    shared.work_ring.initialise(128 * Config::kConsumers);
+    shared.work_ring.initialise(128 * Config::kConsumers + 1);
     constexpr int kArrivals = (Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers;
     shared.query_ring.initialise(kArrivals);
     shared.operand_ring.initialise(kArrivals);
@@ -750,7 +757,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::set_max_registers_down<Config::kProducerRegisters>();
-    if (threadIdx.x < (Config::kMonotone ? 1 : 32)) load(params, shared);
+    const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+    const bool leads = threadIdx.x % 32 == 0;
+    if (warp == 0 and leads) load_items(params, shared);
+    if (warp == 1 and (leads or not Config::kMonotone)) load_operands(params, shared);
   } else {
     ptx::set_max_registers_up<Config::kConsumerRegisters>();
     attend(params, shared, warpgroup - 1);
