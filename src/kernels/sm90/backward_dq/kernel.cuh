@@ -325,16 +325,29 @@ struct TileCodes {
 template <class Config>
 using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
 
-/// Columns of the tile that each of the thread's rows sees, counted from the thread's first.
+/// Which of its columns of the tile each of the thread's rows sees: a bit for each, ascending. The
+/// thread has two columns of every eight.
 struct SeenColumns {
-  Range row[2];
+  std::uint32_t row[2];
 
   __device__ __forceinline__ SeenColumns(const RowFacts* rows, int first_key) {
     const int first = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      row[h] = {rows[8 * h].visible.begin - first, rows[8 * h].visible.end - first};
+      const Range visible = rows[8 * h].visible;
+      row[h] = below(visible.end - first) & ~below(visible.begin - first);
     }
+  }
+  /// i: of the accumulator's registers.
+  __device__ __forceinline__ bool sees(int i) const {
+    return (row[tile::fragment_half(i)] >> (2 * (i >> 2) + (i & 1)) & 1) != 0;
+  }
+
+ private:
+  /// The columns before the position, counted from the thread's first.
+  __device__ __forceinline__ static std::uint32_t below(int position) {
+    const int count = 2 * (position >> 3) + min(position & 7, 2);
+    return count <= 0 ? 0 : count >= 32 ? ~0u : (1u << count) - 1;
   }
 };
 
@@ -353,9 +366,7 @@ __device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (
         const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
         const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
         ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-        if (seen != nullptr and not sees(seen->row[h], 16 * pair + 8 * (e / 2) + e % 2)) {
-          ds[e] = 0.0f;
-        }
+        if (seen != nullptr and not seen->sees(i)) ds[e] = 0.0f;
         if constexpr (Config::kRowScale) {
           dp[i] = ds[e];
           codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
@@ -415,7 +426,7 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
                   score_scale);
       const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
       ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-      if (not sees(seen.row[h], 8 * (i >> 2) + (i & 1))) ds[j] = 0.0f;
+      if (not seen.sees(i)) ds[j] = 0.0f;
       if constexpr (Config::kRowScale) {
         dp[i] = ds[j];
         codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
