@@ -68,11 +68,6 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// The same for all memory.
-__device__ __forceinline__ void fence_proxy_async_all() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
-
 /// Takes registers from the CTA's pool, or gives them back. PTX ISA 9.7.19.5 setmaxnreg.
 template <int kRegisters>
 __device__ __forceinline__ void set_max_registers_up() {

@@ -34,31 +34,13 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* glob
       : "memory");
 }
 
-/// Copies shared memory to global memory, or adds FP32 elements to it (subnormal results become 0);
-/// part of the thread's bulk group. Sizes and alignment as copy_bulk.
-/// PTX ISA 9.7.9.25.4.1 cp.async.bulk, 9.7.9.25.4.2 cp.reduce.async.bulk.
-__device__ __forceinline__ void store_bulk(void* global, std::uint32_t shared,
-                                           std::uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-               "r"(shared), "r"(bytes)
+/// Adds to four floats in global memory, aligned to 16, and does not wait; subnormal results become 0.
+/// What one thread adds to one place is added in the order of the program.
+/// PTX ISA 9.7.13.7 red.
+__device__ __forceinline__ void reduce_add_f32x4(float4* global, const float4& x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
-}
-__device__ __forceinline__ void add_bulk_f32(void* global, std::uint32_t shared,
-                                             std::uint32_t bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-      "r"(shared), "r"(bytes)
-      : "memory");
-}
-
-/// Closes the thread's bulk group, and waits until at most kPending groups are in flight.
-/// PTX ISA 9.7.9.25.3 cp.async.bulk.commit_group, wait_group.
-__device__ __forceinline__ void bulk_commit_group() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_group() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 /// Stores four 8x8 matrices of 16-bit elements; lanes 8m..8m+7 give the row addresses of matrix m.

@@ -156,13 +156,17 @@ MXATTN_HOST_DEVICE typename Ops::F dkv_delta(typename Ops::F d, typename Ops::F 
   return x > kFp16Max ? kFp16Max : (x < -kFp16Max ? -kFp16Max : x);
 }
 
-/// Places where an accumulator is added to the FP32 sum and starts afresh. `step` counts 64-query
-/// steps from the document's start; half 0 is keys 0-63 of the key tile, half 1 keys 64-127.
+/// Places where an accumulator is added to the FP32 sum and starts afresh: in every period of so
+/// many 64-query steps, counted from the document's start, one step; half 0 is keys 0-63 of the key
+/// tile, half 1 keys 64-127.
+inline constexpr int kPromotionSteps = 32;
+MXATTN_HOST_DEVICE constexpr int dv_promotion(int half) { return half == 0 ? 7 : 23; }
+MXATTN_HOST_DEVICE constexpr int dk_promotion(int half) { return half == 0 ? 15 : 31; }
 MXATTN_HOST_DEVICE constexpr bool promotes_dv(int step, int half) {
-  return step % 32 == (half == 0 ? 7 : 23);
+  return step % kPromotionSteps == dv_promotion(half);
 }
 MXATTN_HOST_DEVICE constexpr bool promotes_dk(int step, int half) {
-  return step % 32 == (half == 0 ? 15 : 31);
+  return step % kPromotionSteps == dk_promotion(half);
 }
 
 // ---- backward: the dQ pass (section 4) --------------------------------------------------------

@@ -14,9 +14,8 @@
 
 namespace mxattn::kernels::sm90 {
 
-/// Where the FP32 sums of an accumulator stay. kShared and kGlobal: each thread adds its own;
-/// kStaged: in global memory too, but the copy engine adds, from shared memory.
-enum class SumPlace : std::uint8_t { kShared, kGlobal, kStaged };
+/// Where the FP32 sums of an accumulator stay. kGlobal: in memory that stays in L2, which adds.
+enum class SumPlace : std::uint8_t { kShared, kGlobal };
 
 /// Whether the FP32 sums of dV and of dK, 128 keys each, have room in shared memory beside the
 /// operands. Else they stay in L2: bytes of global memory that a CTA of the dK/dV pass needs.

@@ -22,8 +22,12 @@ struct DkvConfig {
   // Statistics are handed back by one lane for its warp. Tools that look for races may not follow
   // that: for them, in instances for tests, every lane does.
   static constexpr bool kEveryLaneArrives = kDump;
+  // Whether a warpgroup leaves steps out that see none of its keys. With dK added in the shadow of
+  // the next scores, a branch there would make ptxas serialise all.
+  static constexpr bool kSkips = not kRowScale;
   static constexpr int kConsumers = 2;  // warpgroups, 64 keys each
-  static constexpr int kStages = 3;
+  // As many as fit beside shared sums.
+  static constexpr int kStages = kDim == 128 and kRowScale ? 3 : 4;
   static constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every third step
   static constexpr int kStatsStages = 6;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -36,12 +40,13 @@ struct DkvConfig {
 
   // Where both sums do not fit into shared memory, that of dK does if every step is added to it.
   static constexpr bool kFit = sums_fit_shared(kDim);
-  static constexpr SumPlace kDvSums = kFit        ? SumPlace::kShared
-                                      : kRowScale ? SumPlace::kGlobal
-                                                  : SumPlace::kStaged;
-  static constexpr SumPlace kDkSums = kFit or kRowScale ? SumPlace::kShared : SumPlace::kStaged;
-  static constexpr int kSharedSums = kFit ? 2 : 1;  // or one on its way to L2
-  static constexpr int kFloat4s = 64 * kDim / 4;    // of a sum
+  static constexpr SumPlace kDvSums = kFit ? SumPlace::kShared : SumPlace::kGlobal;
+  static constexpr SumPlace kDkSums = kFit or kRowScale ? SumPlace::kShared : SumPlace::kGlobal;
+  static constexpr int kFloat4s = 64 * kDim / 4;  // of a sum
+  static constexpr int kSharedSums = kFit ? 2 : kRowScale ? 1 : 0;
+  // What a warp has of shared memory for sums, and in the epilogue for 16 rows in BF16.
+  static constexpr int kWarpFloat4s =
+      (kSharedSums > 0 ? kSharedSums * kFloat4s : 64 * kDim * 2 / 16) / 4;
 
   static_assert(kDim == 64 or kDim == 128);
   static_assert(kDsScale == DsScale::kNorm or kDsScale == DsScale::kRow);

@@ -20,6 +20,7 @@
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/sums.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
@@ -41,26 +42,43 @@ struct alignas(16) StepFacts {
   std::int32_t eq;    // the byte of the step's first query
 
   // How the phase goes in each warpgroup, and whether something rare is due before it: a query head
-  // begins, a scale or EQ is another than in the step before, a promotion may be due.
-  static constexpr std::uint32_t kRare = 1u << 16;
+  // begins, a scale or EQ is another than in the step before, a promotion.
   std::uint32_t flags;
 
-  __device__ __forceinline__ static std::uint32_t pack(bool rare, Phase phase0, Phase phase1) {
-    return (rare ? kRare : 0u) | static_cast<std::uint32_t>(phase0) |
-           static_cast<std::uint32_t>(phase1) << 8;
+  __device__ __forceinline__ static std::uint32_t pack(int consumer, Phase phase, bool rare) {
+    return (static_cast<std::uint32_t>(phase) | (rare ? 4u : 0u)) << (8 * consumer);
   }
   __device__ __forceinline__ static Phase phase(std::uint32_t flags, int consumer) {
     return static_cast<Phase>((flags >> (8 * consumer)) & 3u);
   }
+  __device__ __forceinline__ static bool rare(std::uint32_t flags, int consumer) {
+    return ((flags >> (8 * consumer)) & 4u) != 0;
+  }
 };
 
-/// Steps from which all of 64 keys from `first_key` are seen.
-__device__ __forceinline__ Range whole_steps(const Mask& mask, const Document& d, int first_key) {
-  const int last_key = first_key + 63;
-  if (last_key >= d.k_len) return {0, 0};
-  return {(visible_queries(mask, d.q_len, d.k_len, last_key).begin + kQueryStep - 1) / kQueryStep,
-          visible_queries(mask, d.q_len, d.k_len, first_key).end / kQueryStep};
-}
+/// The steps of an item as the 64 keys of a warpgroup see them.
+struct StepScope {
+  Range whole{0, 0};  // steps from which all keys are seen
+  Range some{0, 0};   // steps from which any key may be seen
+
+  __device__ __forceinline__ StepScope(const Mask& mask, const Document& d, int first_key) {
+    const int last_key = min(first_key + 63, d.k_len - 1);
+    if (first_key > last_key) return;
+    // The mask is a band: its ends never decrease with the key.
+    const Range first = visible_queries(mask, d.q_len, d.k_len, first_key);
+    const Range last = visible_queries(mask, d.q_len, d.k_len, last_key);
+    some = {first.begin / kQueryStep, (last.end + kQueryStep - 1) / kQueryStep};
+    if (first_key + 63 < d.k_len) {
+      whole = {(last.begin + kQueryStep - 1) / kQueryStep, first.end / kQueryStep};
+    }
+  }
+  /// skips: whether steps that see no key are left out.
+  __device__ __forceinline__ Phase phase(int step, bool plain, bool skips) const {
+    if (skips and not some.contains(step)) return Phase::kSkip;
+    if (not plain) return Phase::kGeneral;
+    return whole.contains(step) ? Phase::kPlain : Phase::kMasked;
+  }
+};
 
 /// What rarely matters of a key: kept in shared memory, where it costs no register.
 struct KeyFacts {
@@ -94,9 +112,8 @@ struct alignas(1024) SharedStorage {
     std::uint8_t q_transposed[Config::kDim * kQueryStep];
     std::uint8_t g_transposed[Config::kDim * kQueryStep];
   } stages[Config::kStages];
-  // 64 keys x d in FP32: promotions on their way to L2, or sums. In the epilogue BF16 rows, each
-  // warp its own 16 in its part of the first.
-  float4 sums[Config::kConsumers][Config::kSharedSums][Config::kFloat4s];
+  // Of each warp: its part of the sums that are here, or in the epilogue 16 rows in BF16.
+  float4 sums[Config::kConsumers][4][Config::kWarpFloat4s];
   StepStats stats[Config::kStatsStages];  // what phase i reads
   KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
   Work work[kWorkSlots];    // items at hand and ahead
@@ -197,8 +214,8 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
     nv = __reduce_max_sync(0xFFFFFFFFu, nv);
     const Exponent nv_tile = Exponent::stored(static_cast<std::int8_t>(nv));
 
-    const Range whole0 = whole_steps(params.mask, d, work.item.first);
-    const Range whole1 = whole_steps(params.mask, d, work.item.first + 64);
+    const StepScope scope0(params.mask, d, work.item.first);
+    const StepScope scope1(params.mask, d, work.item.first + 64);
     const auto scales_of = [&](int head, int step) {
       const int tile_start = step * kQueryStep / stages::kQueryTile * stages::kQueryTile;
       const std::int64_t slot = head * params.q_slots + d.q_slot + tile_start;
@@ -245,11 +262,13 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
       }
       const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
       const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
-      const auto phase = [&](Range whole) {
-        return not plain ? Phase::kGeneral : whole.contains(s) ? Phase::kPlain : Phase::kMasked;
+      const bool changes = s == work.visits.begin or first != eq_before or raw.a != raw_before.a or
+                           raw.b != raw_before.b or raw.c != raw_before.c;
+      const auto flags = [&](int half, const StepScope& scope) {
+        return StepFacts::pack(
+            half, scope.phase(s, plain, Config::kSkips),
+            changes or stages::promotes_dv(s, half) or stages::promotes_dk(s, half));
       };
-      const bool rare = s == work.visits.begin or s % 8 == 7 or first != eq_before or
-                        raw.a != raw_before.a or raw.b != raw_before.b or raw.c != raw_before.c;
 
       shared.stats_ring.wait_empty(at);
       auto& stats = shared.stats[at.stage];
@@ -264,8 +283,7 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
         }
       }
       if (lane == 0) {
-        stats.facts = {value_of(scales.c), value_of(r), first,
-                       StepFacts::pack(rare, phase(whole0), phase(whole1))};
+        stats.facts = {value_of(scales.c), value_of(r), first, flags(0, scope0) | flags(1, scope1)};
       }
       // Every lane wrote, so every lane arrives.
       ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
@@ -450,21 +468,29 @@ __device__ __forceinline__ void dump_codes(const BackwardParams& params, const D
   put(params.dump.ds_dkv, codes.ds);
 }
 
-/// FP32 sums of a warpgroup's dV or dK, as the Config places them.
+/// FP32 sums of a warpgroup's dV or dK, where the Config places them.
 template <class Config, bool kOfDk>
 __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStorage<Config>& shared,
                                         int consumer) {
   constexpr SumPlace kPlace = kOfDk ? Config::kDkSums : Config::kDvSums;
-  float4* const global =
-      params.sums + ((blockIdx.x * Config::kConsumers + consumer) * 2 + kOfDk) * Config::kFloat4s;
-  auto& local = shared.sums[consumer];
-  if constexpr (kPlace == SumPlace::kStaged) {
-    return Sums<Config::kOutputs>{global, local[0], 1 + consumer};
+  constexpr int kWarpSum = Config::kFloat4s / 4;
+  const int warp = threadIdx.x % 128 / 32;
+  float4* sums;
+  if constexpr (kPlace == SumPlace::kShared) {
+    sums = shared.sums[consumer][warp] + (kOfDk ? Config::kSharedSums - 1 : 0) * kWarpSum;
   } else {
-    constexpr int kLocal = kOfDk ? Config::kSharedSums - 1 : 0;
-    float4* const sums = kPlace == SumPlace::kShared ? local[kLocal] : global;
-    return OwnSums<Config::kOutputs>{sums + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
+    sums = params.sums + ((blockIdx.x * Config::kConsumers + consumer) * 2 + kOfDk) *
+                             Config::kFloat4s + warp * kWarpSum;
   }
+  return Sums<Config::kOutputs, kPlace>{sums};
+}
+
+/// Whether an accumulator that is promoted at `place` modulo the period, and where query heads end,
+/// was so before step i of an item, counted over all its heads of `steps` steps from `begin` each.
+__device__ __forceinline__ bool was_promoted(int place, int begin, int steps, int i) {
+  // The first step promotes nothing.
+  const int first = (place - begin - 1) & (stages::kPromotionSteps - 1);  // counted from the second
+  return i > steps or first < i - 1;
 }
 
 /// DsScale::kRow: whether any of the 32 keys that the CPU takes at once sees a query of the step.
@@ -514,7 +540,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                 valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
     }
     float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
-    bool dv_started = false, dk_started = false;
     // Of the accumulators, and of the factors a and F.
     int c_now = 0, r_now = 0;
     KeyFactors factors[2] = {};
@@ -542,23 +567,42 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::wgmma_commit_group();
     };
 
-    StepPairs pairs;
+    const auto sees_step = [](Phase phase) {
+      return not Config::kSkips or phase != Phase::kSkip;
+    };
+    // Instead of scores(). Without it, what they were before would keep its registers.
+    const auto no_scores = [&] {
+#pragma unroll
+      for (int j = 0; j < 32; ++j) s[j] = dp[j] = 0.0f;
+    };
+    // Of the next step; where there is none, it is skipped.
+    StepPairs pairs{};
     std::uint32_t flags = 0;
+    const auto read_stats = [&](tile::RingPosition<Config::kStatsStages> from) {
+      shared.stats_ring.wait_full(from);
+      pairs.load(shared.stats[from.stage], quad_lane);
+      flags = shared.stats[from.stage].facts.flags;
+    };
     // K and V go back before the last step, which needs no further scores.
     const auto release_keys = [&] {
       if (leader) ptx::mbarrier_arrive(shared.key_ring.empty_at(0));
     };
+    const auto was_promoted_before = [&](int place, int i) {
+      return was_promoted(place, work.visits.begin, work.visits.size(), i);
+    };
     shared.key_ring.wait_full(tile::RingPosition<1>::after(item));
     if (total > 0) {
+      read_stats(stats_at);
       shared.operand_ring.wait_full(at);
-      ptx::wgmma_fence();
-      scores(shared.stages[at.stage]);
-      shared.stats_ring.wait_full(stats_at);
-      pairs.load(shared.stats[stats_at.stage], quad_lane);
-      flags = shared.stats[stats_at.stage].facts.flags;
-      ptx::wgmma_wait_group<0>();
-      ptx::pin(s);
-      ptx::pin(dp);
+      if (sees_step(StepFacts::phase(flags, consumer))) {
+        ptx::wgmma_fence();
+        scores(shared.stages[at.stage]);
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(s);
+        ptx::pin(dp);
+      } else {
+        no_scores();
+      }
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
     }
@@ -572,37 +616,38 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     int step = work.visits.begin;
     const int steps_end = work.visits.end;
     for (int i = 0; i < total; ++i) {
-      int keep_dv = 1;  // what is in the accumulator; so below
-      int keep_dk = Config::kRowScale ? 0 : 1;
-      if ((flags & StepFacts::kRare) != 0) {
-        if (i == 0) keep_dv = keep_dk = 0;
+      const Phase phase = StepFacts::phase(flags, consumer);
+      if (StepFacts::rare(flags, consumer)) {
         const StepFacts facts = shared.stats[stats_at.stage].facts;
-        const bool head_begins = step == work.visits.begin;
+        const bool head_ends = step == work.visits.begin and i > 0;
         const Exponent c_old = exponent_of(c_now), c = exponent_of(facts.c);
         const Exponent r_old = exponent_of(r_now), r = exponent_of(facts.r);
-        const bool head_ends = head_begins and i > 0;
-        if (keep_dv and (head_ends or stages::promotes_dv(step, consumer))) {
+        if (head_ends or (i > 0 and stages::promotes_dv(step, consumer))) {
           const float scale = stages::output_factor(c_old);
-          dv_sums().promote(dv, {scale, scale}, dv_started);
-          dv_started = true;
-          keep_dv = 0;
-        } else if (keep_dv and facts.c != c_now) {
+          dv_sums().promote(dv, {scale, scale},
+                            was_promoted_before(stages::dv_promotion(consumer), i));
+#pragma unroll
+          for (int j = 0; j < Config::kOutputs; ++j) dv[j] = 0.0f;
+        } else if (i > 0 and facts.c != c_now) {
           const float change = stages::factor(c_old - c);
 #pragma unroll
           for (int j = 0; j < Config::kOutputs; ++j) {
             dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
           }
         }
-        if (keep_dk and (head_ends or stages::promotes_dk(step, consumer))) {
-          const float scale = stages::factor(r_old);
-          dk_sums().promote(dk, {scale, scale}, dk_started);
-          dk_started = true;
-          keep_dk = 0;
-        } else if (keep_dk and facts.r != r_now) {
-          const float change = stages::factor(r_old - r);
+        if constexpr (not Config::kRowScale) {
+          if (head_ends or (i > 0 and stages::promotes_dk(step, consumer))) {
+            const float scale = stages::factor(r_old);
+            dk_sums().promote(dk, {scale, scale},
+                              was_promoted_before(stages::dk_promotion(consumer), i));
 #pragma unroll
-          for (int j = 0; j < Config::kOutputs; ++j) {
-            dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
+            for (int j = 0; j < Config::kOutputs; ++j) dk[j] = 0.0f;
+          } else if (i > 0 and facts.r != r_now) {
+            const float change = stages::factor(r_old - r);
+#pragma unroll
+            for (int j = 0; j < Config::kOutputs; ++j) {
+              dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
+            }
           }
         }
         c_now = facts.c;
@@ -616,14 +661,15 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
 
       const int first_query = step * kQueryStep;
       StepCodes codes;
-      const Phase phase = StepFacts::phase(flags, consumer);
       if (phase == Phase::kPlain) {
         phase_plain<Config, false>(s, dp, pairs, factors, keys, first_query, codes);
       } else if (phase == Phase::kMasked) {
         phase_plain<Config, true>(s, dp, pairs, factors, keys, first_query, codes);
-      } else {
+      } else if (phase == Phase::kGeneral) {
         phase_general<Config>(s, dp, shared.stats[stats_at.stage], keys, first_query,
                               params.score_scale, codes);
+      } else {
+        codes = {};
       }
       float dk_scale[2];  // DsScale::kRow: of the step's part of dK
       if constexpr (Config::kRowScale) {
@@ -646,74 +692,86 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       // all of shared memory's bandwidth.
       tile::RingPosition<Config::kStatsStages> next_stats = stats_at;
       next_stats.advance();
-      if (i + 1 < total) {
-        shared.stats_ring.wait_full(next_stats);
-        pairs.load(shared.stats[next_stats.stage], quad_lane);
-        flags = shared.stats[next_stats.stage].facts.flags;
-      }
+      flags = static_cast<std::uint32_t>(Phase::kSkip) * 0x101u;
+      if (i + 1 < total) read_stats(next_stats);
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
-      const std::uint64_t gt = tile::k_major_descriptor(Config::kTransposedSwizzle,
-                                                        ptx::shared_address(stage.g_transposed));
-      const std::uint64_t qt = tile::k_major_descriptor(Config::kTransposedSwizzle,
-                                                        ptx::shared_address(stage.q_transposed));
-      ptx::wgmma_fence();
-      Gradients::rs(dv, codes.p[0], gt, keep_dv);
-      Gradients::add_rs(dv, codes.p[1], gt + tile::kDescriptorStepK32);
-      ptx::wgmma_commit_group();
-      Gradients::rs(dk, codes.ds[0], qt, keep_dk);
-      Gradients::add_rs(dk, codes.ds[1], qt + tile::kDescriptorStepK32);
-      ptx::wgmma_commit_group();
-      // The last block multiplies what lies there, finite or not: nobody reads the result.
-      scores(stage);
-      __syncwarp();
-      if (leader or Config::kEveryLaneArrives) {
-        ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
-      }
-      stats_at = next_stats;
-      if (++step == steps_end) step = work.visits.begin;
-      if constexpr (Config::kRowScale) {
-        // The next scores are multiplied while dK is added.
-        ptx::wgmma_wait_group<2>();
+      const bool next_sees = sees_step(StepFacts::phase(flags, consumer));
+      const auto hand_back_stats = [&] {
+        __syncwarp();
+        if (leader or Config::kEveryLaneArrives) {
+          ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
+        }
+        stats_at = next_stats;
+        if (++step == steps_end) step = work.visits.begin;
+      };
+      const auto end_scores = [&] {
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(s);
+        ptx::pin(dp);
+      };
+      if (sees_step(phase)) {
+        const std::uint64_t gt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                          ptx::shared_address(stage.g_transposed));
+        const std::uint64_t qt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                          ptx::shared_address(stage.q_transposed));
+        ptx::wgmma_fence();
+        Gradients::add_rs(dv, codes.p[0], gt);
+        Gradients::add_rs(dv, codes.p[1], gt + tile::kDescriptorStepK32);
+        ptx::wgmma_commit_group();
+        Gradients::rs(dk, codes.ds[0], qt, Config::kRowScale ? 0 : 1);
+        Gradients::add_rs(dk, codes.ds[1], qt + tile::kDescriptorStepK32);
+        ptx::wgmma_commit_group();
+        if (next_sees) {
+          // Where no step follows, these multiply what lies there; nobody reads the result.
+          scores(stage);
+          hand_back_stats();
+          if constexpr (Config::kRowScale) {
+            // The next scores are multiplied while dK is added.
+            ptx::wgmma_wait_group<2>();
+            ptx::pin(dk);
+            dk_sums().promote(dk, dk_scale, i > 0);
+          }
+          end_scores();
+        } else {
+          hand_back_stats();
+          ptx::wgmma_wait_group<0>();
+          no_scores();
+        }
+        ptx::pin(dv);
         ptx::pin(dk);
-        dk_sums().promote(dk, dk_scale, dk_started);
-        dk_started = true;
+      } else {
+        hand_back_stats();
+        if (next_sees) {
+          ptx::wgmma_fence();
+          scores(stage);
+          end_scores();
+        } else {
+          no_scores();
+        }
       }
-      ptx::wgmma_wait_group<0>();
-      ptx::pin(s);
-      ptx::pin(dp);
-      ptx::pin(dv);
-      ptx::pin(dk);
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
       if (i + 2 == total) release_keys();
     }
     const int row = work.item.first + 64 * consumer + 16 * warp;
-    std::uint16_t* const staging =
-        reinterpret_cast<std::uint16_t*>(shared.sums[consumer][0] + warp * (Config::kFloat4s / 4));
-    dv_sums().settle(dv_started or dk_started);
-    const auto end_dv = [&] {
-      const float scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
-      dv_sums().finish(dv, {scale, scale}, dv_started);
-      store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
-                                    row, work.document.k_len);
-    };
-    const auto end_dk = [&] {
-      const float scale =
-          total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
-      dk_sums().finish(dk, {scale, scale}, dk_started);
-      finish_rotated(dk, params.softmax_scale, params.rotate);
-      store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
-                                    row, work.document.k_len);
-    };
-    // Rows are staged where the first sum is. If that is dK's, it must be out before dV's are.
-    if constexpr (Config::kDkSums == SumPlace::kShared and Config::kSharedSums == 1) {
-      end_dk();
-      end_dv();
-    } else {
-      end_dv();
-      end_dk();
-    }
+    // Rows are staged where shared sums are: both must be out before.
+    const bool dv_started = was_promoted_before(stages::dv_promotion(consumer), total);
+    const bool dk_started = Config::kRowScale
+                                ? total > 0
+                                : was_promoted_before(stages::dk_promotion(consumer), total);
+    const float dv_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
+    const float dk_scale =
+        total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
+    std::uint16_t* const staging = reinterpret_cast<std::uint16_t*>(shared.sums[consumer][warp]);
+    dv_sums().finish(dv, {dv_scale, dv_scale}, dv_started);
+    if constexpr (Config::kSharedSums > 0) dk_sums().finish(dk, {dk_scale, dk_scale}, dk_started);
+    store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
+                                  row, work.document.k_len);
+    if constexpr (Config::kSharedSums == 0) dk_sums().finish(dk, {dk_scale, dk_scale}, dk_started);
+    finish_rotated(dk, params.softmax_scale, params.rotate);
+    store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
+                                  row, work.document.k_len);
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }

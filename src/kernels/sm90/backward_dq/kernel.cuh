@@ -18,6 +18,7 @@
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/sums.h"
 #include "kernels/sm90/tile_facts.h"
 #include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
@@ -518,8 +519,8 @@ __device__ __forceinline__ void dump_codes(const BackwardParams& params, const W
 
 /// FP32 sums of a warpgroup's dQ: each thread adds its own.
 template <class Config>
-__device__ __forceinline__ OwnSums<Config::kOutputs> sums_of(SharedStorage<Config>& shared,
-                                                             int consumer) {
+__device__ __forceinline__ Sums<Config::kOutputs, SumPlace::kShared> sums_of(
+    SharedStorage<Config>& shared, int consumer) {
   return {shared.sums[consumer] + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
 }
 
