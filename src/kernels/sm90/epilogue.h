@@ -23,52 +23,142 @@ inline constexpr float kRotationNorm<64> = 0.125f;
 template <>
 inline constexpr float kRotationNorm<128> = 0.08838834764831845f;
 
-/// x H without its norm: Walsh-Hadamard butterflies over the columns of each row, twice as many as
-/// registers, strides 1, 2, 4, ..., the order of the quantiser. Columns 0, 1 of an 8-column block
-/// lie in a thread, bits 1 and 2 of the column are the lane of the quad, the rest is the register.
-template <int kRegisters>
-__device__ __forceinline__ void rotate_rows(float (&x)[kRegisters]) {
+/// Whether all rows can be written 16 bytes at a time.
+__device__ __forceinline__ bool has_aligned_rows(const TensorView<std::uint16_t>& out) {
+  return reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and out.token_stride % 8 == 0 and
+         out.head_stride % 8 == 0;
+}
+
+/// Sixteen rows of a finished accumulator in shared memory of their warp, on their way from
+/// fragments to whole rows. Code that runs once an item waits for its instructions, some 35 clk for
+/// every eight; rows are therefore finished four at a time in a loop, and nothing here is unrolled
+/// over all registers but the way into shared memory.
+///
+/// Eight lanes share a row: lane j has columns 8 j .. 8 j + 7, and at 128 columns those 64 further
+/// on. Blocks of eight columns are permuted by exclusive or with the row, the halves of a block
+/// with bit 2 of its number, so that neither way in nor way out collides in a bank.
+template <int kDim>
+class WarpRows {
+ public:
+  static constexpr int kFloat4s = 16 * kDim / 4;
+
+  /// `memory`: kFloat4s, aligned to as many bytes.
+  __device__ __forceinline__ explicit WarpRows(float4* memory)
+      : floats_(reinterpret_cast<float*>(memory)) {}
+
+  /// What the accumulator holds of them, when the rows before have been stored.
+  __device__ __forceinline__ void put(const float (&x)[kDim / 2]) const {
+    const int lane = opaque_lane();
+    const int row = lane / 4, column = 2 * (lane % 4);
+    __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kRegisters; i += 2) {
-    const float low = x[i], high = x[i + 1];
-    x[i] = add_rn(low, high);
-    x[i + 1] = add_rn(low, -high);
+    for (int block = 0; block < kDim / 8; ++block) {
+      float* const to = floats_ + (row * kDim + column ^ (block ^ row % 4) * 8 ^ block / 4 % 2 * 4);
+      *reinterpret_cast<float2*>(to) = {x[4 * block], x[4 * block + 1]};
+      *reinterpret_cast<float2*>(to + 8 * kDim) = {x[4 * block + 2], x[4 * block + 3]};
+    }
+    __syncwarp();
   }
+
+  /// Writes them as BF16: rows [first, first + 16) of the tokens from `token`, those below `end`
+  /// only, each finished by body(values).
+  template <class Body>
+  __device__ __forceinline__ void store(const TensorView<std::uint16_t>& out, int head,
+                                        std::int64_t token, int first, int end,
+                                        const Body& body) const {
+    const int lane = opaque_lane();
+    const int row = lane / kLanes, block = lane % kLanes;
+    const float* from = floats_ + (row * kDim + (block ^ row) * 8);
+    const int half = block / 4 * 4;  // where the first half of a block lies
+    const bool aligned = has_aligned_rows(out);
+    std::uint16_t* to = out.row(token + first + row, head) + 8 * block;
+    const int rows = end - first;
+#pragma unroll 1
+    for (int r = 0; r < 16; r += kRowsAtOnce) {
+      Values x;
 #pragma unroll
-  for (int lane_bit = 1; lane_bit <= 2; lane_bit *= 2) {
-    const float sign = (threadIdx.x & lane_bit) != 0 ? -1.0f : 1.0f;
+      for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
-    for (int i = 0; i < kRegisters; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, x[i], lane_bit);
-      x[i] = fma_rn(x[i], sign, other);  // the product is exact
+        for (int n = 0; n < 8; n += 4) {
+          const float4 part = *reinterpret_cast<const float4*>(from + (64 * k + (half ^ n)));
+          x[8 * k + n] = part.x;
+          x[8 * k + n + 1] = part.y;
+          x[8 * k + n + 2] = part.z;
+          x[8 * k + n + 3] = part.w;
+        }
+      }
+      body(x);
+      if (r + row < rows) {
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k) put_block(x + 8 * k, to + 64 * k, aligned);
+      }
+      from += kRowsAtOnce * kDim;
+      to += kRowsAtOnce * out.token_stride;
     }
   }
+
+  static constexpr int kBlocks = kDim / 64;  // of eight columns, of a lane
+  using Values = float[8 * kBlocks];
+
+  /// The end of dQ and dK: times softmax_scale, rotated back by Walsh-Hadamard butterflies of
+  /// strides 1, 2, 4, ..., the order of the quantiser.
+  __device__ __forceinline__ static void finish_rotated(Values& x, float softmax_scale,
+                                                        bool rotate) {
 #pragma unroll
-  for (int stride = 4; stride < kRegisters; stride *= 2) {
+    for (float& value : x) value = mul_rn(value, softmax_scale);
+    if (not rotate) return;
 #pragma unroll
-    for (int i = 0; i < kRegisters; ++i) {
-      if ((i & stride) == 0) {
-        const float low = x[i], high = x[i + stride];
-        x[i] = add_rn(low, high);
-        x[i + stride] = add_rn(low, -high);
+    for (int stride = 1; stride < 8; stride *= 2) butterflies(x, stride);
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+      const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+      for (float& value : x) {
+        // The product is exact: one rounding.
+        value = fma_rn(value, sign, __shfl_xor_sync(0xFFFFFFFFu, value, lanes));
+      }
+    }
+#pragma unroll
+    for (int stride = 8; stride < 8 * kBlocks; stride *= 2) butterflies(x, stride);
+#pragma unroll
+    for (float& value : x) value = mul_rn(value, kRotationNorm<kDim>);
+  }
+
+ private:
+  /// Opaque: addresses formed from it would be kept in registers over all of an item.
+  __device__ __forceinline__ static int opaque_lane() {
+    return static_cast<int>(ptx::opaque(threadIdx.x % 32));
+  }
+
+  static constexpr int kLanes = 8;  // of a row
+  static constexpr int kRowsAtOnce = 32 / kLanes;
+
+  __device__ __forceinline__ static void butterflies(Values& x, int stride) {
+#pragma unroll
+    for (int i = 0; i < 8 * kBlocks; ++i) {
+      if ((i & stride) != 0) continue;
+      const float low = x[i], high = x[i + stride];
+      x[i] = add_rn(low, high);
+      x[i + stride] = add_rn(low, -high);
+    }
+  }
+  __device__ __forceinline__ static void put_block(const float* x, std::uint16_t* to,
+                                                   bool aligned) {
+    const uint4 unit = {ptx::to_bf16x2(x[0], x[1]), ptx::to_bf16x2(x[2], x[3]),
+                        ptx::to_bf16x2(x[4], x[5]), ptx::to_bf16x2(x[6], x[7])};
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to) = unit;
+    } else {
+      const std::uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        to[c] = static_cast<std::uint16_t>(pairs[c / 2] >> (16 * (c % 2)));
       }
     }
   }
-}
 
-/// The end of dQ and dK: times softmax_scale, rotated back.
-template <int kRegisters>
-__device__ __forceinline__ void finish_rotated(float (&x)[kRegisters], float softmax_scale,
-                                               bool rotate) {
-  constexpr float kNorm = kRotationNorm<2 * kRegisters>;
-  static_assert(kNorm != 0);
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) x[i] = mul_rn(x[i], softmax_scale);
-  if (not rotate) return;
-  rotate_rows(x);
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) x[i] = mul_rn(x[i], kNorm);
-}
+  float* floats_;
+};
 
 /// Writes the rows of a warp's accumulator: rows [first, first + 16) of the tokens from `token`,
 /// those below `end` only. `staging` is 16 x kDim elements of shared memory of this warp; 16 lanes
@@ -93,8 +183,7 @@ __device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std:
         ptx::to_bf16x2(x[4 * b + 6], x[4 * b + 7]));
   }
   __syncwarp();
-  const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and
-                       out.token_stride % 8 == 0 and out.head_stride % 8 == 0;
+  const bool aligned = has_aligned_rows(out);
   // A lane has one piece of every kRowsAtOnce-th row.
   constexpr int kRowsAtOnce = 32 / kPieces;
   const int piece = lane % kPieces;

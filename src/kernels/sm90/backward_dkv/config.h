@@ -26,8 +26,7 @@ struct DkvConfig {
   // the next scores, a branch there would make ptxas serialise all.
   static constexpr bool kSkips = not kRowScale;
   static constexpr int kConsumers = 2;  // warpgroups, 64 keys each
-  // As many as fit beside shared sums.
-  static constexpr int kStages = kDim == 128 and kRowScale ? 3 : 4;
+  static constexpr int kStages = 3;
   static constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every third step
   static constexpr int kStatsStages = 6;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -44,9 +43,8 @@ struct DkvConfig {
   static constexpr SumPlace kDkSums = kFit or kRowScale ? SumPlace::kShared : SumPlace::kGlobal;
   static constexpr int kFloat4s = 64 * kDim / 4;  // of a sum
   static constexpr int kSharedSums = kFit ? 2 : kRowScale ? 1 : 0;
-  // What a warp has of shared memory for sums, and in the epilogue for 16 rows in BF16.
-  static constexpr int kWarpFloat4s =
-      (kSharedSums > 0 ? kSharedSums * kFloat4s : 64 * kDim * 2 / 16) / 4;
+  // What a warp has of shared memory for sums, and for its rows in the epilogue.
+  static constexpr int kWarpFloat4s = (kSharedSums > 1 ? kSharedSums : 1) * kFloat4s / 4;
 
   static_assert(kDim == 64 or kDim == 128);
   static_assert(kDsScale == DsScale::kNorm or kDsScale == DsScale::kRow);

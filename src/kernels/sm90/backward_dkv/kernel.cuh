@@ -112,7 +112,7 @@ struct alignas(1024) SharedStorage {
     std::uint8_t q_transposed[Config::kDim * kQueryStep];
     std::uint8_t g_transposed[Config::kDim * kQueryStep];
   } stages[Config::kStages];
-  // Of each warp: its part of the sums that are here, or in the epilogue 16 rows in BF16.
+  // Of each warp: its part of the sums that are here, or in the epilogue its rows.
   float4 sums[Config::kConsumers][4][Config::kWarpFloat4s];
   StepStats stats[Config::kStatsStages];  // what phase i reads
   KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
@@ -755,7 +755,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       if (i + 2 == total) release_keys();
     }
     const int row = work.item.first + 64 * consumer + 16 * warp;
-    // Rows are staged where shared sums are: both must be out before.
     const bool dv_started = was_promoted_before(stages::dv_promotion(consumer), total);
     const bool dk_started = Config::kRowScale
                                 ? total > 0
@@ -763,15 +762,17 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const float dv_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
     const float dk_scale =
         total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
-    std::uint16_t* const staging = reinterpret_cast<std::uint16_t*>(shared.sums[consumer][warp]);
+    // Rows lie where shared sums do: these must be out before.
+    const WarpRows<Config::kDim> rows(shared.sums[consumer][warp]);
     dv_sums().finish(dv, {dv_scale, dv_scale}, dv_started);
     if constexpr (Config::kSharedSums > 0) dk_sums().finish(dk, {dk_scale, dk_scale}, dk_started);
-    store_warp_rows<Config::kDim>(dv, staging, params.dv, work.item.head, work.document.k_token,
-                                  row, work.document.k_len);
+    rows.put(dv);
+    rows.store(params.dv, work.item.head, work.document.k_token, row, work.document.k_len,
+               [](auto&) {});
     if constexpr (Config::kSharedSums == 0) dk_sums().finish(dk, {dk_scale, dk_scale}, dk_started);
-    finish_rotated(dk, params.softmax_scale, params.rotate);
-    store_warp_rows<Config::kDim>(dk, staging, params.dk, work.item.head, work.document.k_token,
-                                  row, work.document.k_len);
+    rows.put(dk);
+    rows.store(params.dk, work.item.head, work.document.k_token, row, work.document.k_len,
+               [&](auto& x) { rows.finish_rotated(x, params.softmax_scale, params.rotate); });
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }

@@ -735,11 +735,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
                             keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
     sums().finish(dq, scale, started);
-    finish_rotated(dq, params.softmax_scale, params.rotate);
-    std::uint16_t* const staging =
-        reinterpret_cast<std::uint16_t*>(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
-    store_warp_rows<Config::kDim>(dq, staging, params.dq, work.item.head, work.document.q_token,
-                                  work.item.first + 64 * consumer + 16 * warp, work.document.q_len);
+    const WarpRows<Config::kDim> finished(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
+    finished.put(dq);
+    finished.store(params.dq, work.item.head, work.document.q_token,
+                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len, [&](auto& x) {
+                     finished.finish_rotated(x, params.softmax_scale, params.rotate);
+                   });
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }
