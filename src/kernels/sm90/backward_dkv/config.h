@@ -22,9 +22,6 @@ struct DkvConfig {
   // Statistics are handed back by one lane for its warp. Tools that look for races may not follow
   // that: for them, in instances for tests, every lane does.
   static constexpr bool kEveryLaneArrives = kDump;
-  // Whether a warpgroup leaves steps out that see none of its keys. With dK added in the shadow of
-  // the next scores, a branch there would make ptxas serialise all.
-  static constexpr bool kSkips = not kRowScale;
   static constexpr int kConsumers = 2;  // warpgroups, 64 keys each
   static constexpr int kStages = 3;
   static constexpr int kStatsWarps = 3;  // of the producer warpgroup, each every third step

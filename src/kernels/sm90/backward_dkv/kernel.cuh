@@ -72,9 +72,9 @@ struct StepScope {
       whole = {(last.begin + kQueryStep - 1) / kQueryStep, first.end / kQueryStep};
     }
   }
-  /// skips: whether steps that see no key are left out.
-  __device__ __forceinline__ Phase phase(int step, bool plain, bool skips) const {
-    if (skips and not some.contains(step)) return Phase::kSkip;
+  /// first: of the item. Half 1 of a tile on the diagonal sees nothing of it.
+  __device__ __forceinline__ Phase phase(int step, bool plain, bool first) const {
+    if (first and not some.contains(step)) return Phase::kSkip;
     if (not plain) return Phase::kGeneral;
     return whole.contains(step) ? Phase::kPlain : Phase::kMasked;
   }
@@ -266,7 +266,7 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
                            raw.b != raw_before.b or raw.c != raw_before.c;
       const auto flags = [&](int half, const StepScope& scope) {
         return StepFacts::pack(
-            half, scope.phase(s, plain, Config::kSkips),
+            half, scope.phase(s, plain, i == 0),
             changes or stages::promotes_dv(s, half) or stages::promotes_dk(s, half));
       };
 
@@ -567,15 +567,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::wgmma_commit_group();
     };
 
-    const auto sees_step = [](Phase phase) {
-      return not Config::kSkips or phase != Phase::kSkip;
-    };
-    // Instead of scores(). Without it, what they were before would keep its registers.
-    const auto no_scores = [&] {
-#pragma unroll
-      for (int j = 0; j < 32; ++j) s[j] = dp[j] = 0.0f;
-    };
-    // Of the next step; where there is none, it is skipped.
+    // Of the next step. NOTE: what a path leaves undefined would keep its registers from the item
+    // before.
     StepPairs pairs{};
     std::uint32_t flags = 0;
     const auto read_stats = [&](tile::RingPosition<Config::kStatsStages> from) {
@@ -590,32 +583,53 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const auto was_promoted_before = [&](int place, int i) {
       return was_promoted(place, work.visits.begin, work.visits.size(), i);
     };
+    int i = 0, step = work.visits.begin;
+    const int steps_end = work.visits.end;
+    const auto hand_back_stats = [&] {
+      __syncwarp();
+      if (leader or Config::kEveryLaneArrives) {
+        ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
+      }
+      stats_at.advance();
+      if (++step == steps_end) step = work.visits.begin;
+    };
+    const auto hand_back_operands = [&] {
+      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
+      at.advance();
+    };
     shared.key_ring.wait_full(tile::RingPosition<1>::after(item));
     if (total > 0) {
       read_stats(stats_at);
       shared.operand_ring.wait_full(at);
-      if (sees_step(StepFacts::phase(flags, consumer))) {
-        ptx::wgmma_fence();
-        scores(shared.stages[at.stage]);
-        ptx::wgmma_wait_group<0>();
-        ptx::pin(s);
-        ptx::pin(dp);
-      } else {
-        no_scores();
+      if (StepFacts::phase(flags, consumer) == Phase::kSkip) {
+        c_now = shared.stats[stats_at.stage].facts.c;
+        r_now = shared.stats[stats_at.stage].facts.r;
+        hand_back_stats();
+        hand_back_operands();
+        i = 1;
+        if (total > 1) read_stats(stats_at);
+        flags |= StepFacts::pack(consumer, Phase::kPlain, true);
+        shared.operand_ring.wait_full(at);
       }
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
-      at.advance();
+      ptx::wgmma_fence();
+      scores(shared.stages[at.stage]);
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
+      ptx::pin(dp);
+      hand_back_operands();
+    } else {
+#pragma unroll
+      for (int j = 0; j < 32; ++j) s[j] = dp[j] = 0.0f;
     }
-    if (total <= 1) release_keys();
+    const int first = i;  // that is not left out
+    if (i + 1 >= total) release_keys();
     KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
     if (quad_lane == 0) {
       keys[0] = own[0];
       keys[8] = own[1];
     }
     __syncwarp();
-    int step = work.visits.begin;
-    const int steps_end = work.visits.end;
-    for (int i = 0; i < total; ++i) {
+    for (; i < total; ++i) {
       const Phase phase = StepFacts::phase(flags, consumer);
       if (StepFacts::rare(flags, consumer)) {
         const StepFacts facts = shared.stats[stats_at.stage].facts;
@@ -665,11 +679,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         phase_plain<Config, false>(s, dp, pairs, factors, keys, first_query, codes);
       } else if (phase == Phase::kMasked) {
         phase_plain<Config, true>(s, dp, pairs, factors, keys, first_query, codes);
-      } else if (phase == Phase::kGeneral) {
+      } else {
         phase_general<Config>(s, dp, shared.stats[stats_at.stage], keys, first_query,
                               params.score_scale, codes);
-      } else {
-        codes = {};
       }
       float dk_scale[2];  // DsScale::kRow: of the step's part of dK
       if constexpr (Config::kRowScale) {
@@ -690,74 +702,45 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
 
       // Statistics of the next step are read before the block: while it runs, the tensor cores take
       // all of shared memory's bandwidth.
-      tile::RingPosition<Config::kStatsStages> next_stats = stats_at;
-      next_stats.advance();
-      flags = static_cast<std::uint32_t>(Phase::kSkip) * 0x101u;
-      if (i + 1 < total) read_stats(next_stats);
+      if (i + 1 < total) {
+        tile::RingPosition<Config::kStatsStages> next = stats_at;
+        next.advance();
+        read_stats(next);
+      }
       shared.operand_ring.wait_full(at);
       const auto& stage = shared.stages[at.stage];
-      const bool next_sees = sees_step(StepFacts::phase(flags, consumer));
-      const auto hand_back_stats = [&] {
-        __syncwarp();
-        if (leader or Config::kEveryLaneArrives) {
-          ptx::mbarrier_arrive(shared.stats_ring.empty_at(stats_at.stage));
-        }
-        stats_at = next_stats;
-        if (++step == steps_end) step = work.visits.begin;
-      };
-      const auto end_scores = [&] {
-        ptx::wgmma_wait_group<0>();
-        ptx::pin(s);
-        ptx::pin(dp);
-      };
-      if (sees_step(phase)) {
-        const std::uint64_t gt = tile::k_major_descriptor(Config::kTransposedSwizzle,
-                                                          ptx::shared_address(stage.g_transposed));
-        const std::uint64_t qt = tile::k_major_descriptor(Config::kTransposedSwizzle,
-                                                          ptx::shared_address(stage.q_transposed));
-        ptx::wgmma_fence();
-        Gradients::add_rs(dv, codes.p[0], gt);
-        Gradients::add_rs(dv, codes.p[1], gt + tile::kDescriptorStepK32);
-        ptx::wgmma_commit_group();
-        Gradients::rs(dk, codes.ds[0], qt, Config::kRowScale ? 0 : 1);
-        Gradients::add_rs(dk, codes.ds[1], qt + tile::kDescriptorStepK32);
-        ptx::wgmma_commit_group();
-        if (next_sees) {
-          // Where no step follows, these multiply what lies there; nobody reads the result.
-          scores(stage);
-          hand_back_stats();
-          if constexpr (Config::kRowScale) {
-            // The next scores are multiplied while dK is added.
-            ptx::wgmma_wait_group<2>();
-            ptx::pin(dk);
-            dk_sums().promote(dk, dk_scale, i > 0);
-          }
-          end_scores();
-        } else {
-          hand_back_stats();
-          ptx::wgmma_wait_group<0>();
-          no_scores();
-        }
-        ptx::pin(dv);
+      const std::uint64_t gt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                        ptx::shared_address(stage.g_transposed));
+      const std::uint64_t qt = tile::k_major_descriptor(Config::kTransposedSwizzle,
+                                                        ptx::shared_address(stage.q_transposed));
+      ptx::wgmma_fence();
+      Gradients::add_rs(dv, codes.p[0], gt);
+      Gradients::add_rs(dv, codes.p[1], gt + tile::kDescriptorStepK32);
+      ptx::wgmma_commit_group();
+      Gradients::rs(dk, codes.ds[0], qt, Config::kRowScale ? 0 : 1);
+      Gradients::add_rs(dk, codes.ds[1], qt + tile::kDescriptorStepK32);
+      ptx::wgmma_commit_group();
+      // The last block multiplies what lies there, finite or not: nobody reads the result.
+      scores(stage);
+      hand_back_stats();
+      if constexpr (Config::kRowScale) {
+        // The next scores are multiplied while dK is added.
+        ptx::wgmma_wait_group<2>();
         ptx::pin(dk);
-      } else {
-        hand_back_stats();
-        if (next_sees) {
-          ptx::wgmma_fence();
-          scores(stage);
-          end_scores();
-        } else {
-          no_scores();
-        }
+        dk_sums().promote(dk, dk_scale, i > first);
       }
-      if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
-      at.advance();
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
+      ptx::pin(dp);
+      ptx::pin(dv);
+      ptx::pin(dk);
+      hand_back_operands();
       if (i + 2 == total) release_keys();
     }
     const int row = work.item.first + 64 * consumer + 16 * warp;
     const bool dv_started = was_promoted_before(stages::dv_promotion(consumer), total);
     const bool dk_started = Config::kRowScale
-                                ? total > 0
+                                ? total > first
                                 : was_promoted_before(stages::dk_promotion(consumer), total);
     const float dv_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
     const float dk_scale =
