@@ -39,10 +39,10 @@ using stages::kQueryStep;
 /// What holds for a whole step.
 struct alignas(16) StepFacts {
   std::int32_t c, r;  // cuda::kNanScale for NaN
-  std::int32_t eq;    // the byte of the step's first query
 
-  // How the phase goes in each warpgroup, and whether something rare is due before it: a query head
-  // begins, a scale or EQ is another than in the step before, a promotion.
+  // How the phase goes in each warpgroup, and whether something rare is due before it: another query
+  // head begins, a scale or EQ is another than in the step before, a promotion. Behind them EQ of the
+  // step's first query.
   std::uint32_t flags;
 
   __device__ __forceinline__ static std::uint32_t pack(int consumer, Phase phase, bool rare) {
@@ -53,6 +53,12 @@ struct alignas(16) StepFacts {
   }
   __device__ __forceinline__ static bool rare(std::uint32_t flags, int consumer) {
     return ((flags >> (8 * consumer)) & 4u) != 0;
+  }
+  __device__ __forceinline__ static std::uint32_t pack_eq(int eq) {
+    return static_cast<std::uint32_t>(static_cast<std::uint8_t>(eq)) << 16;
+  }
+  __device__ __forceinline__ static Exponent eq(std::uint32_t flags) {
+    return Exponent::stored(static_cast<std::int8_t>(flags >> 16));
   }
 };
 
@@ -262,8 +268,9 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
       }
       const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
       const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
-      const bool changes = s == work.visits.begin or first != eq_before or raw.a != raw_before.a or
-                           raw.b != raw_before.b or raw.c != raw_before.c;
+      const bool changes = i > 0 and (s == work.visits.begin or first != eq_before or
+                                      raw.a != raw_before.a or raw.b != raw_before.b or
+                                      raw.c != raw_before.c);
       const auto flags = [&](int half, const StepScope& scope) {
         return StepFacts::pack(
             half, scope.phase(s, plain, i == 0),
@@ -283,7 +290,8 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
         }
       }
       if (lane == 0) {
-        stats.facts = {value_of(scales.c), value_of(r), first, flags(0, scope0) | flags(1, scope1)};
+        stats.facts = {value_of(scales.c), value_of(r),
+                       flags(0, scope0) | flags(1, scope1) | StepFacts::pack_eq(first)};
       }
       // Every lane wrote, so every lane arrives.
       ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
@@ -601,9 +609,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     if (total > 0) {
       read_stats(stats_at);
       shared.operand_ring.wait_full(at);
+      c_now = shared.stats[stats_at.stage].facts.c;
+      r_now = shared.stats[stats_at.stage].facts.r;
       if (StepFacts::phase(flags, consumer) == Phase::kSkip) {
-        c_now = shared.stats[stats_at.stage].facts.c;
-        r_now = shared.stats[stats_at.stage].facts.r;
+        // Scales that change now change an accumulator of zeros, or of NaN.
         hand_back_stats();
         hand_back_operands();
         i = 1;
@@ -613,6 +622,11 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       }
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        factors[h] = factors_of(own[h], StepFacts::eq(flags), exponent_of(c_now),
+                                exponent_of(r_now), params.score_scale);
+      }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
       ptx::pin(dp);
@@ -666,10 +680,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         }
         c_now = facts.c;
         r_now = facts.r;
-        const Exponent eq = Exponent::stored(static_cast<std::int8_t>(facts.eq));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          factors[h] = factors_of(keys[8 * h], eq, c, r, params.score_scale);
+          factors[h] = factors_of(keys[8 * h], StepFacts::eq(flags), c, r, params.score_scale);
         }
       }
 
