@@ -34,9 +34,8 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* glob
       : "memory");
 }
 
-/// Adds to four floats in global memory, aligned to 16, and does not wait; subnormal results become 0.
-/// What one thread adds to one place is added in the order of the program.
-/// PTX ISA 9.7.13.7 red.
+/// Adds to four floats in global memory, aligned to 16, and does not wait; subnormal results become
+/// 0. What one thread adds to one place is added in the order of the program. PTX ISA 9.7.13.7 red.
 __device__ __forceinline__ void reduce_add_f32x4(float4* global, const float4& x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x.x),
                "f"(x.y), "f"(x.z), "f"(x.w)

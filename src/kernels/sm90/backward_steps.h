@@ -19,8 +19,8 @@ __device__ __forceinline__ std::int32_t value_of(stages::Exponent e) {
   return e.nan ? cuda::kNanScale : e.value;
 }
 
-/// How a phase goes: without masks, with masks, with factors in the loop, or, in the first step of an
-/// item of keys, not at all, because everything is masked.
+/// How a phase goes: without masks, with masks, with factors in the loop, or, in the first step of
+/// an item of keys, not at all, because everything is masked.
 enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral, kSkip };
 
 __device__ __forceinline__ bool sees(Range range, int position) {

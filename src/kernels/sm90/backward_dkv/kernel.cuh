@@ -40,9 +40,9 @@ using stages::kQueryStep;
 struct alignas(16) StepFacts {
   std::int32_t c, r;  // cuda::kNanScale for NaN
 
-  // How the phase goes in each warpgroup, and whether something rare is due before it: another query
-  // head begins, a scale or EQ is another than in the step before, a promotion. Behind them EQ of the
-  // step's first query.
+  // How the phase goes in each warpgroup, and whether something rare is due before it: another
+  // query head begins, a scale or EQ is another than in the step before, a promotion. Behind them
+  // EQ of the step's first query.
   std::uint32_t flags;
 
   __device__ __forceinline__ static std::uint32_t pack(int consumer, Phase phase, bool rare) {
@@ -92,6 +92,12 @@ struct KeyFacts {
   int ek, ev;     // stored bytes
 };
 
+/// Scales of a warp's accumulators, and of its factors a and F. In shared memory for the same
+/// reason.
+struct ScalesNow {
+  std::int32_t c, r;  // cuda::kNanScale for NaN
+};
+
 /// Where the pair of queries 8 b + 2 q, 8 b + 2 q + 1 stands: lane q of a quad reads b = 0..3 and
 /// b = 4..7 as a vector each.
 MXATTN_HOST_DEVICE constexpr int pair_word(int b, int q) { return (b / 4) * 16 + q * 4 + b % 4; }
@@ -122,7 +128,8 @@ struct alignas(1024) SharedStorage {
   float4 sums[Config::kConsumers][4][Config::kWarpFloat4s];
   StepStats stats[Config::kStatsStages];  // what phase i reads
   KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
-  Work work[kWorkSlots];    // items at hand and ahead
+  ScalesNow scales[Config::kConsumers][4];  // of each warp, for itself
+  Work work[kWorkSlots];                    // items at hand and ahead
   tile::RingBarriers<kWorkSlots> work_ring;
   tile::RingBarriers<1> key_ring;  // K and V
   tile::RingBarriers<Config::kStages> operand_ring;
@@ -268,9 +275,9 @@ __device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& 
       }
       const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
       const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
-      const bool changes = i > 0 and (s == work.visits.begin or first != eq_before or
-                                      raw.a != raw_before.a or raw.b != raw_before.b or
-                                      raw.c != raw_before.c);
+      const bool changes =
+          i > 0 and (s == work.visits.begin or first != eq_before or raw.a != raw_before.a or
+                     raw.b != raw_before.b or raw.c != raw_before.c);
       const auto flags = [&](int half, const StepScope& scope) {
         return StepFacts::pack(
             half, scope.phase(s, plain, i == 0),
@@ -487,8 +494,9 @@ __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStor
   if constexpr (kPlace == SumPlace::kShared) {
     sums = shared.sums[consumer][warp] + (kOfDk ? Config::kSharedSums - 1 : 0) * kWarpSum;
   } else {
-    sums = params.sums + ((blockIdx.x * Config::kConsumers + consumer) * 2 + kOfDk) *
-                             Config::kFloat4s + warp * kWarpSum;
+    sums = params.sums +
+           ((blockIdx.x * Config::kConsumers + consumer) * 2 + kOfDk) * Config::kFloat4s +
+           warp * kWarpSum;
   }
   return Sums<Config::kOutputs, kPlace>{sums};
 }
@@ -524,6 +532,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   // Made where they are used: they would cost registers in the loop.
   const auto dv_sums = [&] { return sums_of<Config, false>(params, shared, consumer); };
   const auto dk_sums = [&] { return sums_of<Config, true>(params, shared, consumer); };
+  ScalesNow& scales = shared.scales[consumer][warp];
   const std::uint32_t k_tile = ptx::shared_address(shared.k) + consumer * 64 * Config::kDim;
   const std::uint32_t v_tile = ptx::shared_address(shared.v) + consumer * 64 * Config::kDim;
   using Scores = ptx::WgmmaE4m3<kQueryStep>;
@@ -548,8 +557,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                 valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
     }
     float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
-    // Of the accumulators, and of the factors a and F.
-    int c_now = 0, r_now = 0;
     KeyFactors factors[2] = {};
 #pragma unroll
     for (int i = 0; i < Config::kOutputs; ++i) dv[i] = dk[i] = 0.0f;
@@ -609,8 +616,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     if (total > 0) {
       read_stats(stats_at);
       shared.operand_ring.wait_full(at);
-      c_now = shared.stats[stats_at.stage].facts.c;
-      r_now = shared.stats[stats_at.stage].facts.r;
+      const ScalesNow begun = {shared.stats[stats_at.stage].facts.c,
+                               shared.stats[stats_at.stage].facts.r};
+      if (leader) scales = begun;
       if (StepFacts::phase(flags, consumer) == Phase::kSkip) {
         // Scales that change now change an accumulator of zeros, or of NaN.
         hand_back_stats();
@@ -624,8 +632,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       scores(shared.stages[at.stage]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        factors[h] = factors_of(own[h], StepFacts::eq(flags), exponent_of(c_now),
-                                exponent_of(r_now), params.score_scale);
+        factors[h] = factors_of(own[h], StepFacts::eq(flags), exponent_of(begun.c),
+                                exponent_of(begun.r), params.score_scale);
       }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
@@ -647,16 +655,19 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       const Phase phase = StepFacts::phase(flags, consumer);
       if (StepFacts::rare(flags, consumer)) {
         const StepFacts facts = shared.stats[stats_at.stage].facts;
+        const ScalesNow before = scales;
+        __syncwarp();
+        if (leader) scales = {facts.c, facts.r};
         const bool head_ends = step == work.visits.begin and i > 0;
-        const Exponent c_old = exponent_of(c_now), c = exponent_of(facts.c);
-        const Exponent r_old = exponent_of(r_now), r = exponent_of(facts.r);
+        const Exponent c_old = exponent_of(before.c), c = exponent_of(facts.c);
+        const Exponent r_old = exponent_of(before.r), r = exponent_of(facts.r);
         if (head_ends or (i > 0 and stages::promotes_dv(step, consumer))) {
           const float scale = stages::output_factor(c_old);
           dv_sums().promote(dv, {scale, scale},
                             was_promoted_before(stages::dv_promotion(consumer), i));
 #pragma unroll
           for (int j = 0; j < Config::kOutputs; ++j) dv[j] = 0.0f;
-        } else if (i > 0 and facts.c != c_now) {
+        } else if (i > 0 and facts.c != before.c) {
           const float change = stages::factor(c_old - c);
 #pragma unroll
           for (int j = 0; j < Config::kOutputs; ++j) {
@@ -670,7 +681,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                               was_promoted_before(stages::dk_promotion(consumer), i));
 #pragma unroll
             for (int j = 0; j < Config::kOutputs; ++j) dk[j] = 0.0f;
-          } else if (i > 0 and facts.r != r_now) {
+          } else if (i > 0 and facts.r != before.r) {
             const float change = stages::factor(r_old - r);
 #pragma unroll
             for (int j = 0; j < Config::kOutputs; ++j) {
@@ -678,8 +689,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
             }
           }
         }
-        c_now = facts.c;
-        r_now = facts.r;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           factors[h] = factors_of(keys[8 * h], StepFacts::eq(flags), c, r, params.score_scale);
@@ -698,7 +707,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       }
       float dk_scale[2];  // DsScale::kRow: of the step's part of dK
       if constexpr (Config::kRowScale) {
-        const Exponent r = exponent_of(r_now);
+        const Exponent r = exponent_of(shared.stats[stats_at.stage].facts.r);
         encode_by_row(dp, codes.largest, {r, r}, codes.ds, dk_scale);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -755,9 +764,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const bool dk_started = Config::kRowScale
                                 ? total > first
                                 : was_promoted_before(stages::dk_promotion(consumer), total);
-    const float dv_scale = total > 0 ? stages::output_factor(exponent_of(c_now)) : 0.0f;
+    const float dv_scale = total > 0 ? stages::output_factor(exponent_of(scales.c)) : 0.0f;
     const float dk_scale =
-        total > 0 and not Config::kRowScale ? stages::factor(exponent_of(r_now)) : 0.0f;
+        total > 0 and not Config::kRowScale ? stages::factor(exponent_of(scales.r)) : 0.0f;
     // Rows lie where shared sums do: these must be out before.
     const WarpRows<Config::kDim> rows(shared.sums[consumer][warp]);
     dv_sums().finish(dv, {dv_scale, dv_scale}, dv_started);
