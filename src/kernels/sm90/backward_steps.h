@@ -23,10 +23,6 @@ __device__ __forceinline__ std::int32_t value_of(stages::Exponent e) {
 /// an item of keys, not at all, because everything is masked.
 enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral, kSkip };
 
-__device__ __forceinline__ bool sees(Range range, int position) {
-  return range.begin <= position and position < range.end;
-}
-
 /// DsScale::kRow: dS as 64-row accumulators hold it, to codes with one exponent a row, which
 /// `largest`, the largest magnitude in the thread's registers, decides with those of the quad.
 /// `dS 2^(... - r)` goes in; `scale` becomes the factor of what the codes are multiplied with.

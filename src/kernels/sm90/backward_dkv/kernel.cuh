@@ -20,6 +20,7 @@
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/seen_columns.h"
 #include "kernels/sm90/sums.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
@@ -348,20 +349,6 @@ __device__ __forceinline__ KeyFactors factors_of(const KeyFacts& key, Exponent e
   return {stages::score_factor(score_scale, eq, ek), stages::dkv_gradient_factor(c, ev, eq, r)};
 }
 
-/// Columns of the step from which each of the thread's keys is seen, counted from the thread's
-/// first.
-struct SeenColumns {
-  Range key[2];
-
-  __device__ __forceinline__ SeenColumns(const KeyFacts* keys, int first_query) {
-    const int first = first_query + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      key[h] = {keys[8 * h].visible.begin - first, keys[8 * h].visible.end - first};
-    }
-  }
-};
-
 /// Phase of a pair of 8-query blocks, four queries of the thread: factors(h, e) are those of key h
 /// and query e. seen: null without masks. kNarrow: one key after the other, for want of registers.
 template <class Config, bool kNarrow, class Factors>
@@ -378,17 +365,17 @@ __device__ __forceinline__ void phase_pair(int pair, const float (&s)[32], float
       const KeyFactors by = factors(h, e);
       t[e] = stages::probability<DeviceOps>(s[i], by.a, addend[e]);
       ds[e] = stages::dkv_ds<DeviceOps>(t[e], dp[i], by.f, delta[e]);
-      if (seen != nullptr and not sees(seen->key[h], 16 * pair + 8 * (e / 2) + e % 2)) {
-        t[e] = ds[e] = 0.0f;
-      }
       if constexpr (Config::kRowScale) {
+        if (seen != nullptr and not seen->sees(i)) ds[e] = 0.0f;
         dp[i] = ds[e];
         codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
       }
     }
-    codes.p[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]);
+    const int k = pair / 2, word = 2 * (pair % 2) + h;
+    const std::uint32_t mask = seen != nullptr ? seen->code_mask(k, word) : ~0u;
+    codes.p[k][word] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]) & mask;
     if constexpr (not Config::kRowScale) {
-      codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
+      codes.ds[k][word] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]) & mask;
     }
     if constexpr (kNarrow) __syncwarp();
   }
@@ -400,7 +387,7 @@ __device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32
                                             const StepPairs& pairs, const KeyFactors (&factors)[2],
                                             const KeyFacts* keys, int first_query,
                                             StepCodes& codes) {
-  const SeenColumns seen(keys, first_query);
+  const SeenColumns seen(keys[0].visible, keys[8].visible, first_query);
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     float addend[4], delta[4];
@@ -423,7 +410,7 @@ __device__ __forceinline__ void phase_general(const float (&s)[32], float (&dp)[
                                               const StepStats& stats, const KeyFacts* keys,
                                               int first_query, float score_scale,
                                               StepCodes& codes) {
-  const SeenColumns seen(keys, first_query);
+  const SeenColumns seen(keys[0].visible, keys[8].visible, first_query);
   const int column = 2 * (threadIdx.x % 4);
   const Exponent c = exponent_of(stats.facts.c);
   const Exponent r = exponent_of(stats.facts.r);

@@ -18,6 +18,7 @@
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
+#include "kernels/sm90/seen_columns.h"
 #include "kernels/sm90/sums.h"
 #include "kernels/sm90/tile_facts.h"
 #include "kernels/sm90/turn.h"
@@ -326,32 +327,6 @@ struct TileCodes {
 template <class Config>
 using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
 
-/// Which of its columns of the tile each of the thread's rows sees: a bit for each, ascending. The
-/// thread has two columns of every eight.
-struct SeenColumns {
-  std::uint32_t row[2];
-
-  __device__ __forceinline__ SeenColumns(const RowFacts* rows, int first_key) {
-    const int first = first_key + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Range visible = rows[8 * h].visible;
-      row[h] = below(visible.end - first) & ~below(visible.begin - first);
-    }
-  }
-  /// i: of the accumulator's registers.
-  __device__ __forceinline__ bool sees(int i) const {
-    return (row[tile::fragment_half(i)] >> (2 * (i >> 2) + (i & 1)) & 1) != 0;
-  }
-
- private:
-  /// The columns before the position, counted from the thread's first.
-  __device__ __forceinline__ static std::uint32_t below(int position) {
-    const int count = 2 * (position >> 3) + min(position & 7, 2);
-    return count <= 0 ? 0 : count >= 32 ? ~0u : (1u << count) - 1;
-  }
-};
-
 /// Phase of block k of a tile: 32 keys that share EK and EV. seen: null without masks.
 template <class Config>
 __device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (&dp)[64],
@@ -367,8 +342,8 @@ __device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (
         const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
         const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
         ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-        if (seen != nullptr and not seen->sees(i)) ds[e] = 0.0f;
         if constexpr (Config::kRowScale) {
+          if (seen != nullptr and not seen->sees(i)) ds[e] = 0.0f;
           dp[i] = ds[e];
           codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
         }
@@ -378,6 +353,9 @@ __device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (
       }
     }
   }
+  if constexpr (not Config::kRowScale) {
+    if (seen != nullptr) seen->mask_codes(codes.ds[k], k);
+  }
 }
 
 /// Phase of a tile whose keys share EK and EV.
@@ -385,7 +363,7 @@ template <class Config, bool kMasked>
 __device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
                                               const RowFactors& factors, const RowFacts* rows,
                                               int first_key, TileCodes& codes) {
-  const SeenColumns seen(rows, first_key);
+  const SeenColumns seen(rows[0].visible, rows[8].visible, first_key);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     phase_block<Config>(k, s, dp, factors, kMasked ? &seen : nullptr, codes);
@@ -400,7 +378,7 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
                                               const std::int8_t* tile_ek,
                                               const std::int8_t* tile_ev, float score_scale,
                                               TileCodes& codes) {
-  const SeenColumns seen(rows, first_key);
+  const SeenColumns seen(rows[0].visible, rows[8].visible, first_key);
   const int lane = threadIdx.x % 32;
   const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -427,14 +405,17 @@ __device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[
                   score_scale);
       const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
       ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-      if (not seen.sees(i)) ds[j] = 0.0f;
       if constexpr (Config::kRowScale) {
+        if (not seen.sees(i)) ds[j] = 0.0f;
         dp[i] = ds[j];
         codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
       }
       if (j % 4 == 3) __syncwarp();  // a few keys at a time, for want of registers
     }
-    if constexpr (not Config::kRowScale) tile::pack_operand(codes.ds[k], ds);
+    if constexpr (not Config::kRowScale) {
+      tile::pack_operand(codes.ds[k], ds);
+      seen.mask_codes(codes.ds[k], k);
+    }
   }
 }
 

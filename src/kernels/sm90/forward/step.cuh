@@ -5,6 +5,7 @@
 #include "kernels/sm90/forward/config.h"
 #include "kernels/sm90/forward/dump.cuh"
 #include "kernels/sm90/forward/tiles.h"
+#include "kernels/sm90/seen_columns.h"
 #include "kernels/sm90/work.h"
 #include "ptx/math.h"
 #include "ptx/wgmma.h"
@@ -159,12 +160,6 @@ __device__ __forceinline__ void issue_sums(float (&sums)[4], const std::uint32_t
 
 // ---- pieces of a step -------------------------------------------------------------------------
 
-/// Bits of the thread's columns of a tile that lie before a key, counted from the thread's first:
-/// bit 2 b + j is of column 8 b + j.
-__device__ __forceinline__ std::uint32_t columns_before(int key) {
-  const int columns = 2 * (key >> 3) + min(key & 7, 2);
-  return columns < 32 ? (1u << max(columns, 0)) - 1 : ~0u;
-}
 __device__ __forceinline__ bool sees_any(Range visible, int begin) {
   return max(visible.begin, begin) < min(visible.end, begin + kKeyTile);
 }
@@ -222,40 +217,16 @@ __device__ __forceinline__ void scale_scores(const Rows<Config>& rows, float (&s
   }
 }
 
-/// The bits of the thread's columns of a masked tile that each row sees.
-template <class Config>
-__device__ __forceinline__ void find_seen(const Rows<Config>& rows, const KeyTile& tile,
-                                          std::uint32_t (&seen)[2]) {
-  const int first = tile.begin + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const Range visible = rows.visible(r);
-    seen[r] = columns_before(visible.end - first) & ~columns_before(visible.begin - first);
-  }
-}
-
 /// Scores of the thread's first kColumns columns become -inf where a row does not see them.
 template <int kColumns>
-__device__ __forceinline__ void mask_scores(float (&s)[64], const std::uint32_t (&seen)[2]) {
+__device__ __forceinline__ void mask_scores(float (&s)[64], const SeenColumns& seen) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int bit = 0; bit < kColumns; ++bit) {
-      if ((seen[r] & (1u << bit)) == 0) s[4 * (bit / 2) + 2 * r + bit % 2] = -kInfinity;
+    for (int column = 0; column < kColumns; ++column) {
+      const int i = 4 * (column / 2) + 2 * r + column % 2;
+      if (not seen.sees(i)) s[i] = -kInfinity;
     }
-  }
-}
-
-/// Codes of a quarter of P become 0 where a row does not see them: 2^-inf is 0 by itself, but not
-/// where the score's factor or addend is NaN or infinite.
-__device__ __forceinline__ void mask_codes(std::uint32_t (&codes)[4],
-                                           const std::uint32_t (&seen)[2], int quarter) {
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    // A word has four columns of row w % 2. The product brings bit i to the sign of byte i, and the
-    // permutation repeats the signs.
-    const std::uint32_t four = seen[w % 2] >> (8 * quarter + 4 * (w / 2)) & 15;
-    codes[w] &= ptx::permute_bytes(four * 0x10204080u, 0, 0xBA98u);
   }
 }
 
@@ -344,11 +315,8 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   constexpr int kScores = 16 * kQuarters;
   if constexpr (kGeneral) scale_scores<Config>(rows, s, *tile.factors, params.score_scale);
   float most_ev[2];
-  std::uint32_t seen[2];
-  if constexpr (kMasked) {
-    find_seen(rows, tile, seen);
-    mask_scores<kScores / 2>(s, seen);
-  }
+  const SeenColumns seen(rows.visible(0), rows.visible(1), tile.begin);
+  if constexpr (kMasked) mask_scores<kScores / 2>(s, seen);
   if constexpr (kMasked and kGeneral) find_most_ev<Config>(s, *tile.factors, most_ev);
   // Four chains a row: one would wait for itself.
   float chain[2][4];
@@ -417,7 +385,8 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
       }
     }
     tile::pack_operand(codes[g], s + 16 * g);
-    if constexpr (kMasked and not kGeneral) mask_codes(codes[g], seen, g);
+    // 2^-inf is 0 by itself, but not where the score's factor or addend is NaN or infinite.
+    if constexpr (kMasked and not kGeneral) seen.mask_codes(codes[g], g);
     // A dependency that is none: alpha, whose sign is 0, shall be formed beside the exponentials
     // and not where T waits for it.
     if (g == kQuarters - 1) codes[g][0] |= (bits_of(alpha[0]) | bits_of(alpha[1])) & kSign;
