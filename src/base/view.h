@@ -21,6 +21,12 @@ struct TensorView {
   MXATTN_HOST_DEVICE T* row(std::int64_t token, int head) const {
     return data + token * token_stride + static_cast<std::int64_t>(head) * head_stride;
   }
+  /// Whether every row begins at a multiple of 16 bytes.
+  MXATTN_HOST_DEVICE bool has_aligned_rows() const {
+    constexpr int kElements = 16 / sizeof(T);
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 and token_stride % kElements == 0 and
+           head_stride % kElements == 0;
+  }
 };
 
 }  // namespace mxattn

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <limits>
 #include <span>
-#include <vector>
 
 #include "base/cuda_check.h"
 #include "base/error.h"
@@ -159,10 +158,11 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
   Carver carver(call.workspace);
   const ForwardWorkspace workspace(carver, device);
 
-  std::vector<cuda::QuantizeArgs> tensors;
+  cuda::QuantizeArgs tensors[cuda::kMaxTensors];
+  std::size_t count = 0;
   const auto add = [&](Role role, const TensorView<const Bf16Bits>& x, const Operand& out,
                        std::uint8_t* transposed) {
-    tensors.push_back(quantize_args(device, call, role, x, out, transposed));
+    tensors[count++] = quantize_args(device, call, role, x, out, transposed);
   };
   if (not quantised.q) add(Role::kQ, args.q, state.q, nullptr);
   if (not quantised.k) add(Role::kK, args.k, state.k, nullptr);
@@ -172,7 +172,7 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
   } else {
     add(Role::kV, args.v, state.v, workspace.v_transposed);
   }
-  quantize(device, call, tensors, workspace.quantize);
+  quantize(device, call, {tensors, count}, workspace.quantize);
   DeviceList list = workspace.list;
   if (call.lists != nullptr) {
     list = call.lists->forward;

@@ -41,7 +41,8 @@ struct BackwardParams : PassParams {
   // tile::swizzle_of(d); transposed codes (heads, d, slots) in pi order, boxes of d x 64 (dK/dV: q,
   // g; 64-byte swizzle) or d x 128 (128-byte swizzle).
   CUtensorMap q, k, v, g;
-  CUtensorMap q_transposed, k_transposed, g_transposed;
+  CUtensorMap q_transposed = {}, g_transposed = {};  // dK/dV only
+  CUtensorMap k_transposed = {};                     // dQ only
 
   // Bytes (heads, slots).
   const std::int8_t* g_exponents = nullptr;

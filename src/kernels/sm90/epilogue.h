@@ -23,12 +23,6 @@ inline constexpr float kRotationNorm<64> = 0.125f;
 template <>
 inline constexpr float kRotationNorm<128> = 0.08838834764831845f;
 
-/// Whether all rows can be written 16 bytes at a time.
-__device__ __forceinline__ bool has_aligned_rows(const TensorView<std::uint16_t>& out) {
-  return reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 and out.token_stride % 8 == 0 and
-         out.head_stride % 8 == 0;
-}
-
 /// Sixteen rows of a finished accumulator in shared memory of their warp, on their way from
 /// fragments to whole rows. Code that runs once an item waits for its instructions, some 35 clk for
 /// every eight; rows are therefore finished four at a time in a loop, and nothing here is unrolled
@@ -70,7 +64,7 @@ class WarpRows {
     const int row = lane / kLanes, block = lane % kLanes;
     const float* from = floats_ + (row * kDim + (block ^ row) * 8);
     const int half = block / 4 * 4;  // where the first half of a block lies
-    const bool aligned = has_aligned_rows(out);
+    const bool aligned = out.has_aligned_rows();
     std::uint16_t* to = out.row(token + first + row, head) + 8 * block;
     const int rows = end - first;
 #pragma unroll 1
@@ -183,7 +177,7 @@ __device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std:
         ptx::to_bf16x2(x[4 * b + 6], x[4 * b + 7]));
   }
   __syncwarp();
-  const bool aligned = has_aligned_rows(out);
+  const bool aligned = out.has_aligned_rows();
   // A lane has one piece of every kRowsAtOnce-th row.
   constexpr int kRowsAtOnce = 32 / kPieces;
   const int piece = lane % kPieces;

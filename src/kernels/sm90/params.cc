@@ -39,7 +39,8 @@ void fill_pass(const DeviceProblem& device, const DeviceCall& call, const State&
   params.score_scale = stages::score_scale(problem.softmax_scale);
 }
 
-/// Parameters of a pass that reads `query_box` rows of Q and g at a time.
+/// Parameters of a pass that reads `query_box` rows of Q and g at a time, but for the transposed
+/// copies, of which each pass has its own.
 BackwardParams backward_params(const DeviceProblem& device, const DeviceCall& call,
                                const BackwardArgs& args, const BackwardWorkspace& workspace,
                                const DeviceList& list, int query_box) {
@@ -50,9 +51,6 @@ BackwardParams backward_params(const DeviceProblem& device, const DeviceCall& ca
   params.g = rows_map(workspace.g, query_box);
   params.k = rows_map(state.k, stages::kKeyTile);
   params.v = rows_map(state.v, stages::kKeyTile);
-  params.q_transposed = columns_map(state.q, workspace.q_transposed, stages::kQueryStep);
-  params.g_transposed = columns_map(workspace.g, workspace.g_transposed, stages::kQueryStep);
-  params.k_transposed = columns_map(state.k, workspace.k_transposed, stages::kKeyTile);
   params.g_exponents = workspace.g.exponents;
   params.g_norms = workspace.g.norms;
   params.o_norms = workspace.output_norms;
@@ -91,13 +89,18 @@ ForwardParams forward_params(const DeviceProblem& device, const DeviceCall& call
 BackwardParams dkv_params(const DeviceProblem& device, const DeviceCall& call,
                           const BackwardArgs& args, const BackwardWorkspace& workspace,
                           const DeviceList& list) {
-  return backward_params(device, call, args, workspace, list, stages::kQueryStep);
+  BackwardParams params = backward_params(device, call, args, workspace, list, stages::kQueryStep);
+  params.q_transposed = columns_map(args.state.q, workspace.q_transposed, stages::kQueryStep);
+  params.g_transposed = columns_map(workspace.g, workspace.g_transposed, stages::kQueryStep);
+  return params;
 }
 
 BackwardParams dq_params(const DeviceProblem& device, const DeviceCall& call,
                          const BackwardArgs& args, const BackwardWorkspace& workspace,
                          const DeviceList& list) {
-  return backward_params(device, call, args, workspace, list, stages::kQueryTile);
+  BackwardParams params = backward_params(device, call, args, workspace, list, stages::kQueryTile);
+  params.k_transposed = columns_map(args.state.k, workspace.k_transposed, stages::kKeyTile);
+  return params;
 }
 
 }  // namespace mxattn::kernels::sm90

@@ -332,7 +332,8 @@ void prepare_gradient(const Recipe& recipe, const GradientArgs& args, int multip
     const auto ctas =
         static_cast<unsigned>(std::min<std::int64_t>(std::int64_t{order.tiles} * order.runs, most));
     gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, order,
-                                                      is_aligned(args.dout), is_aligned(args.out));
+                                                      args.dout.has_aligned_rows(),
+                                                      args.out.has_aligned_rows());
     MXATTN_CUDA_CHECK(cudaGetLastError());
   });
 }

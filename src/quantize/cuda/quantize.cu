@@ -351,7 +351,7 @@ void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::ui
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const QuantizeArgs& tensor = tensors[i];
     batch.tensors[i] = tensor;
-    batch.aligned[i] = is_aligned(tensor.x);
+    batch.aligned[i] = tensor.x.has_aligned_rows();
     batch.tiles[i] = L::tiles(tensor.out.slots);
     batch.words[i] = scratch;
     const std::int64_t tiles = std::int64_t{tensor.out.heads} * batch.tiles[i];

@@ -132,12 +132,6 @@ __device__ __forceinline__ Rows rows_of(const Span& span, int slot) {
 
 using Bf16View = TensorView<const std::uint16_t>;
 
-/// Whether every row can be read 16 bytes at a time. Asked on the host.
-inline bool is_aligned(const Bf16View& x) {
-  return reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 and x.token_stride % 8 == 0 and
-         x.head_stride % 8 == 0;
-}
-
 /// Eight elements from anywhere.
 __device__ __forceinline__ uint4 gather(const std::uint16_t* from) {
   union {

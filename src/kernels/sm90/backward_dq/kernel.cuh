@@ -79,8 +79,7 @@ struct alignas(1024) SharedStorage {
   alignas(16) std::int8_t ev[2 * Config::kStages][kKeyTile];
   // The same of chunks that begin with tile t.
   LastKeys<Config::kRows> last_keys[2 * Config::kStages];
-  // 64 queries x d in FP32 a warpgroup: sums. In the epilogue BF16 rows, each warp its own
-  // 16 in its part.
+  // 64 queries x d in FP32 a warpgroup: sums, and in the epilogue rows, each warp its own 16.
   float4 sums[Config::kConsumers][Config::kFloat4s];
   RowTables<Config::kRows> tables;  // beside Q and G
   RowFacts rows[Config::kRows];     // written by the first of the row's quad, read by the quad
