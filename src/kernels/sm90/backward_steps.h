@@ -1,14 +1,16 @@
-// What the two backward passes share on the device: exponents in tables and in shared memory, how a
-// phase goes, scales of dS by rows, codes for tests.
+// What the two backward passes share on the device: scores, exponents in tables and in shared memory,
+// how a phase goes, scales of dS by rows, codes for tests.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/sm90/backward.h"
 #include "kernels/sm90/device_ops.h"
+#include "ptx/wgmma.h"
 #include "recipe/exponents.h"
 #include "recipe/stages.h"
 #include "tile/fragment.h"
+#include "tile/swizzle.h"
 
 namespace mxattn::kernels::sm90 {
 
@@ -22,6 +24,31 @@ __device__ __forceinline__ std::int32_t value_of(stages::Exponent e) {
 /// How a phase goes: without masks, with masks, with factors in the loop, or, in the first step of
 /// an item of keys, not at all, because everything is masked.
 enum class Phase : std::uint32_t { kPlain, kMasked, kGeneral, kSkip };
+
+/// Issues s = A_s B_s^T and dp = A_dp B_dp^T, 64 rows each, a group of MMAs each: scores and dP.
+/// All operands lie in shared memory in the layout of rows.
+template <class Config, int kColumns>
+__device__ __forceinline__ void issue_scores(float (&s)[kColumns / 2], float (&dp)[kColumns / 2],
+                                             std::uint32_t a_s, std::uint32_t a_dp,
+                                             std::uint32_t b_s, std::uint32_t b_dp) {
+  using Mma = ptx::WgmmaE4m3<kColumns>;
+  const std::uint64_t as = tile::k_major_descriptor(Config::kRowSwizzle, a_s);
+  const std::uint64_t ad = tile::k_major_descriptor(Config::kRowSwizzle, a_dp);
+  const std::uint64_t bs = tile::k_major_descriptor(Config::kRowSwizzle, b_s);
+  const std::uint64_t bd = tile::k_major_descriptor(Config::kRowSwizzle, b_dp);
+  Mma::fresh_ss(s, as, bs);
+#pragma unroll
+  for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
+    Mma::add_ss(s, as + k * tile::kDescriptorStepK32, bs + k * tile::kDescriptorStepK32);
+  }
+  ptx::wgmma_commit_group();
+  Mma::fresh_ss(dp, ad, bd);
+#pragma unroll
+  for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
+    Mma::add_ss(dp, ad + k * tile::kDescriptorStepK32, bd + k * tile::kDescriptorStepK32);
+  }
+  ptx::wgmma_commit_group();
+}
 
 /// DsScale::kRow: dS as 64-row accumulators hold it, to codes with one exponent a row, which
 /// `largest`, the largest magnitude in the thread's registers, decides with those of the quad.

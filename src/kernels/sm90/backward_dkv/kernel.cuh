@@ -522,7 +522,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   ScalesNow& scales = shared.scales[consumer][warp];
   const std::uint32_t k_tile = ptx::shared_address(shared.k) + consumer * 64 * Config::kDim;
   const std::uint32_t v_tile = ptx::shared_address(shared.v) + consumer * 64 * Config::kDim;
-  using Scores = ptx::WgmmaE4m3<kQueryStep>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
   for (std::uint32_t item = 0;; ++item) {
@@ -549,24 +548,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     for (int i = 0; i < Config::kOutputs; ++i) dv[i] = dk[i] = 0.0f;
 
     const auto scores = [&](const typename SharedStorage<Config>::Stage& stage) {
-      const std::uint64_t kd = tile::k_major_descriptor(Config::kRowSwizzle, k_tile);
-      const std::uint64_t vd = tile::k_major_descriptor(Config::kRowSwizzle, v_tile);
-      const std::uint64_t qd =
-          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.q));
-      const std::uint64_t gd =
-          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.g));
-      Scores::fresh_ss(s, kd, qd);
-#pragma unroll
-      for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
-        Scores::add_ss(s, kd + k * tile::kDescriptorStepK32, qd + k * tile::kDescriptorStepK32);
-      }
-      ptx::wgmma_commit_group();
-      Scores::fresh_ss(dp, vd, gd);
-#pragma unroll
-      for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
-        Scores::add_ss(dp, vd + k * tile::kDescriptorStepK32, gd + k * tile::kDescriptorStepK32);
-      }
-      ptx::wgmma_commit_group();
+      issue_scores<Config, kQueryStep>(s, dp, k_tile, v_tile, ptx::shared_address(stage.q),
+                                       ptx::shared_address(stage.g));
     };
 
     // Of the next step. NOTE: what a path leaves undefined would keep its registers from the item

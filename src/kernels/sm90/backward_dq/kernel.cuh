@@ -515,7 +515,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   const auto sums = [&] { return sums_of<Config>(shared, consumer); };
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
   const std::uint32_t g_tile = ptx::shared_address(shared.g) + consumer * 64 * Config::kDim;
-  using Scores = ptx::WgmmaE4m3<kKeyTile>;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
   PhaseTurn<Config>::open(consumer);
@@ -537,24 +536,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     };
 
     const auto scores = [&](const typename SharedStorage<Config>::Stage& stage) {
-      const std::uint64_t qd = tile::k_major_descriptor(Config::kRowSwizzle, q_tile);
-      const std::uint64_t gd = tile::k_major_descriptor(Config::kRowSwizzle, g_tile);
-      const std::uint64_t kd =
-          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.k));
-      const std::uint64_t vd =
-          tile::k_major_descriptor(Config::kRowSwizzle, ptx::shared_address(stage.v));
-      Scores::fresh_ss(s, qd, kd);
-#pragma unroll
-      for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
-        Scores::add_ss(s, qd + k * tile::kDescriptorStepK32, kd + k * tile::kDescriptorStepK32);
-      }
-      ptx::wgmma_commit_group();
-      Scores::fresh_ss(dp, gd, vd);
-#pragma unroll
-      for (int k = 1; k < Config::kDim / stages::kMmaDepth; ++k) {
-        Scores::add_ss(dp, gd + k * tile::kDescriptorStepK32, vd + k * tile::kDescriptorStepK32);
-      }
-      ptx::wgmma_commit_group();
+      issue_scores<Config, kKeyTile>(s, dp, q_tile, g_tile, ptx::shared_address(stage.k),
+                                     ptx::shared_address(stage.v));
     };
 
     // Q and G go back before the last tile, which needs no further scores.
