@@ -44,7 +44,7 @@ HWY_BEFORE_NAMESPACE();
 namespace mxattn::kernels::cpu {
 namespace HWY_NAMESPACE {
 
-struct DkvScratch {
+struct DkvScratch : PassScratch {
   struct Unit {
     std::uint16_t *k, *v;                  // A operands (kTile, width)
     float *v_acc, *k_acc, *v_sum, *k_sum;  // (kTile, width)
@@ -67,8 +67,7 @@ struct DkvScratch {
   };
 
   DkvScratch(Carver& carver, int padded)
-      : width(padded),
-        staging(carver.take<Bf16Bits>(static_cast<std::size_t>(kTile) * padded)),
+      : PassScratch(carver, padded, 4),
         units(carver.take<Unit>(kMaxUnits)),
         queries(carver.take<QueryTile>(1)) {
     const auto tile = static_cast<std::size_t>(kTile) * padded;
@@ -76,25 +75,12 @@ struct DkvScratch {
     g_columns = carver.take<std::uint16_t>(tile);
     q_rows = carver.take<std::uint16_t>(tile);
     g_rows = carver.take<std::uint16_t>(tile);
-    s = carver.take<float>(kBlock * kTile);
-    dp = carver.take<float>(kBlock * kTile);
     p = carver.take<std::uint16_t>(kBlock * kTile);
-    ds = carver.take<std::uint16_t>(kBlock * kTile);
-    t = carver.take<float>(static_cast<std::size_t>(kBlock) * padded);
-    for (int u = 0; u < kMaxUnits; ++u) {
-      unit_rows[u] = carver.take<std::uint16_t>(2 * tile);
-      unit_sums[u] = carver.take<float>(4 * tile);
-    }
   }
 
-  int width;
-  Bf16Bits* staging;
   Unit* units;
   QueryTile* queries;
-  std::uint16_t *q_columns, *g_columns, *q_rows, *g_rows, *p, *ds;
-  float *s, *dp, *t;
-  std::uint16_t* unit_rows[kMaxUnits];
-  float* unit_sums[kMaxUnits];
+  std::uint16_t *q_columns, *g_columns, *q_rows, *g_rows, *p;
 };
 
 template <Recipe kRecipe>

@@ -44,7 +44,7 @@ HWY_BEFORE_NAMESPACE();
 namespace mxattn::kernels::cpu {
 namespace HWY_NAMESPACE {
 
-struct DqScratch {
+struct DqScratch : PassScratch {
   struct Unit {
     std::uint16_t *q, *g;  // A operands (kTile, width)
     float *acc, *sum;      // (kTile, width)
@@ -62,8 +62,7 @@ struct DqScratch {
   };
 
   DqScratch(Carver& carver, int padded)
-      : width(padded),
-        staging(carver.take<Bf16Bits>(static_cast<std::size_t>(kTile) * padded)),
+      : PassScratch(carver, padded, 2),
         units(carver.take<Unit>(kMaxUnits)),
         ek(carver.take<TileExponents>(1)),
         ev(carver.take<TileExponents>(1)) {
@@ -71,24 +70,11 @@ struct DqScratch {
     k_columns = carver.take<std::uint16_t>(tile);
     v_columns = carver.take<std::uint16_t>(tile);
     k_rows = carver.take<std::uint16_t>(tile);
-    s = carver.take<float>(kBlock * kTile);
-    dp = carver.take<float>(kBlock * kTile);
-    ds = carver.take<std::uint16_t>(kBlock * kTile);
-    t = carver.take<float>(static_cast<std::size_t>(kBlock) * padded);
-    for (int u = 0; u < kMaxUnits; ++u) {
-      unit_rows[u] = carver.take<std::uint16_t>(2 * tile);
-      unit_sums[u] = carver.take<float>(2 * tile);
-    }
   }
 
-  int width;
-  Bf16Bits* staging;
   Unit* units;
   TileExponents *ek, *ev;
-  std::uint16_t *k_columns, *v_columns, *k_rows, *ds;
-  float *s, *dp, *t;
-  std::uint16_t* unit_rows[kMaxUnits];
-  float* unit_sums[kMaxUnits];
+  std::uint16_t *k_columns, *v_columns, *k_rows;
 };
 
 template <Recipe kRecipe>

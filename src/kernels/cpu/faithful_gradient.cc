@@ -127,7 +127,8 @@ Gradient::Gradient(const Problem& problem, const BackwardArgs& args) {
   TileScratch(measure, dim);
   const int threads =
       static_cast<int>(std::clamp<std::int64_t>(tiles_, 1, std::max(problem.threads, 1)));
-  const Buffer<std::byte> scratch(measure.used() * static_cast<std::size_t>(threads));
+  const auto bytes = static_cast<std::size_t>(measure.bytes());  // of a thread
+  const Buffer<std::byte> scratch(bytes * static_cast<std::size_t>(threads));
   // Heads run innermost: their rows share pages.
 #pragma omp parallel for num_threads(threads) schedule(dynamic, heads) if (threads > 1)
   for (std::int64_t item = 0; item < tiles_ * heads; ++item) {
@@ -142,7 +143,7 @@ Gradient::Gradient(const Problem& problem, const BackwardArgs& args) {
       prepare_plain(args, work, rows_);
       continue;
     }
-    Carver carver(scratch.get() + measure.used() * static_cast<std::size_t>(omp_get_thread_num()));
+    Carver carver(scratch.get() + bytes * static_cast<std::size_t>(omp_get_thread_num()));
     maxima_[static_cast<std::size_t>(head * tiles_ + tile)] =
         prepare_codes(problem, args, work, TileScratch(carver, dim).state, rows_);
   }

@@ -49,7 +49,7 @@ std::size_t measure_scratch(int padded) {
   ForwardScratch(forward, padded);
   DkvScratch(dkv, padded);
   DqScratch(dq, padded);
-  return std::max({forward.used(), dkv.used(), dq.used()});
+  return static_cast<std::size_t>(std::max({forward.bytes(), dkv.bytes(), dq.bytes()}));
 }
 
 }  // namespace HWY_NAMESPACE

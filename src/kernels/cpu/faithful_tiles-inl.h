@@ -34,6 +34,32 @@ using Ints = hn::Vec<IntTag>;
 
 using Ops = SimdOps;
 
+/// What both passes of the backward need of a thread's scratch. `sums`: FP32 arrays of a tile that
+/// a unit has; its rows are two packed operands.
+struct PassScratch {
+  PassScratch(Carver& carver, int padded, int sums)
+      : width(padded),
+        staging(carver.take<Bf16Bits>(static_cast<std::size_t>(kTile) * padded)),
+        s(carver.take<float>(kBlock * kTile)),
+        dp(carver.take<float>(kBlock * kTile)),
+        ds(carver.take<std::uint16_t>(kBlock * kTile)),
+        t(carver.take<float>(static_cast<std::size_t>(kBlock) * padded)) {
+    const auto tile = static_cast<std::size_t>(kTile) * padded;
+    for (int u = 0; u < kMaxUnits; ++u) {
+      unit_rows[u] = carver.take<std::uint16_t>(2 * tile);
+      unit_sums[u] = carver.take<float>(static_cast<std::size_t>(sums) * tile);
+    }
+  }
+
+  int width;
+  Bf16Bits* staging;
+  float *s, *dp;  // of a block
+  std::uint16_t* ds;
+  float* t;
+  std::uint16_t* unit_rows[kMaxUnits];
+  float* unit_sums[kMaxUnits];
+};
+
 /// Lanes of the vector at column v that lie in `range`.
 HWY_INLINE FloatMask lanes_inside(Range range, int v) {
   const FloatTag d;

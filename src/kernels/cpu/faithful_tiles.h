@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/carver.h"
 #include "base/numeric.h"
 #include "base/view.h"
 #include "formats/bf16.h"
@@ -19,22 +20,7 @@ namespace mxattn::kernels::cpu {
 
 using stages::Exponent;
 
-/// Takes aligned arrays one after the other from a block of memory; with a null block it measures.
-class Carver {
- public:
-  explicit Carver(std::byte* block) : block_(block) {}
-  template <class T>
-  T* take(std::size_t count) {
-    T* const result = block_ == nullptr ? nullptr : reinterpret_cast<T*>(block_ + used_);
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return result;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::byte* block_;
-  std::size_t used_ = 0;
-};
+using Carver = mxattn::Carver<64>;  // of a thread's scratch
 
 /// The rows of one document and head of an operand, as codes or as BF16 values.
 struct HeadRows {

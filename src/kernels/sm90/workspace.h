@@ -4,30 +4,14 @@
 
 #include <cstdint>
 
+#include "base/carver.h"
 #include "kernels/device.h"
 #include "plan/cuda/build_plan.h"
 #include "quantize/cuda/quantize.h"
 
 namespace mxattn::kernels::sm90 {
 
-/// Hands out pieces of a block, each aligned for the copy engine. Without a block it counts bytes.
-class Carver {
- public:
-  explicit Carver(void* block) : base_(reinterpret_cast<std::uintptr_t>(block)) {}
-
-  template <class T>
-  T* take(std::int64_t count) {
-    const std::uintptr_t at = base_ + static_cast<std::uintptr_t>(bytes_);
-    const std::int64_t size = count * static_cast<std::int64_t>(sizeof(T));
-    bytes_ += (size + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-    return base_ == 0 ? nullptr : reinterpret_cast<T*>(at);
-  }
-  std::int64_t bytes() const { return bytes_; }
-
- private:
-  std::uintptr_t base_;
-  std::int64_t bytes_ = 0;
-};
+using Carver = mxattn::Carver<kWorkspaceAlignment>;
 
 /// What the builder of a pass's list is told.
 plan::cuda::BuildSpec list_spec(const DeviceProblem& problem, plan::Pass pass);
