@@ -169,6 +169,15 @@ MXATTN_HOST_DEVICE constexpr bool promotes_dk(int step, int half) {
   return step % kPromotionSteps == dk_promotion(half);
 }
 
+/// Whether the FP32 sum of an accumulator has begun before step i of an item of keys: whether one
+/// that is promoted at `place` of the period, and where another query head begins, was so. The item
+/// walks `steps` steps from `begin` on for each head; i counts over all heads. Its first step
+/// promotes nothing.
+MXATTN_HOST_DEVICE constexpr bool was_promoted(int place, int begin, int steps, int i) {
+  const int first = (place - begin - 1) & (kPromotionSteps - 1);  // counted from the second step
+  return i > steps or first < i - 1;
+}
+
 // ---- backward: the dQ pass (section 4) --------------------------------------------------------
 
 /// r_i of a row and key chunk: nv = running maximum of nV over the chunk up to its last key

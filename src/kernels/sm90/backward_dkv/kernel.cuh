@@ -488,14 +488,6 @@ __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStor
   return Sums<Config::kOutputs, kPlace>{sums};
 }
 
-/// Whether an accumulator that is promoted at `place` modulo the period, and where query heads end,
-/// was so before step i of an item, counted over all its heads of `steps` steps from `begin` each.
-__device__ __forceinline__ bool was_promoted(int place, int begin, int steps, int i) {
-  // The first step promotes nothing.
-  const int first = (place - begin - 1) & (stages::kPromotionSteps - 1);  // counted from the second
-  return i > steps or first < i - 1;
-}
-
 /// DsScale::kRow: whether any of the 32 keys that the CPU takes at once sees a query of the step.
 /// Only then does the step add to their dK; it matters where the scale is NaN.
 __device__ __forceinline__ bool block_sees_step(const Mask& mask, const Document& d, int key,
@@ -566,7 +558,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       if (leader) ptx::mbarrier_arrive(shared.key_ring.empty_at(0));
     };
     const auto was_promoted_before = [&](int place, int i) {
-      return was_promoted(place, work.visits.begin, work.visits.size(), i);
+      return stages::was_promoted(place, work.visits.begin, work.visits.size(), i);
     };
     int i = 0, step = work.visits.begin;
     const int steps_end = work.visits.end;
