@@ -17,10 +17,11 @@
 
 #include "kernels/sm90/backward.h"
 #include "kernels/sm90/backward_dkv/config.h"
+#include "kernels/sm90/backward_dkv/phase.cuh"
+#include "kernels/sm90/backward_dkv/stats.cuh"
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
-#include "kernels/sm90/seen_columns.h"
 #include "kernels/sm90/sums.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
@@ -37,81 +38,10 @@ using stages::Exponent;
 using stages::kKeyTile;
 using stages::kQueryStep;
 
-/// What holds for a whole step.
-struct alignas(16) StepFacts {
-  std::int32_t c, r;  // cuda::kNanScale for NaN
-
-  // How the phase goes in each warpgroup, and whether something rare is due before it: another
-  // query head begins, a scale or EQ is another than in the step before, a promotion. Behind them
-  // EQ of the step's first query.
-  std::uint32_t flags;
-
-  __device__ __forceinline__ static std::uint32_t pack(int consumer, Phase phase, bool rare) {
-    return (static_cast<std::uint32_t>(phase) | (rare ? 4u : 0u)) << (8 * consumer);
-  }
-  __device__ __forceinline__ static Phase phase(std::uint32_t flags, int consumer) {
-    return static_cast<Phase>((flags >> (8 * consumer)) & 3u);
-  }
-  __device__ __forceinline__ static bool rare(std::uint32_t flags, int consumer) {
-    return ((flags >> (8 * consumer)) & 4u) != 0;
-  }
-  __device__ __forceinline__ static std::uint32_t pack_eq(int eq) {
-    return static_cast<std::uint32_t>(static_cast<std::uint8_t>(eq)) << 16;
-  }
-  __device__ __forceinline__ static Exponent eq(std::uint32_t flags) {
-    return Exponent::stored(static_cast<std::int8_t>(flags >> 16));
-  }
-};
-
-/// The steps of an item as the 64 keys of a warpgroup see them.
-struct StepScope {
-  Range whole{0, 0};  // steps from which all keys are seen
-  Range some{0, 0};   // steps from which any key may be seen
-
-  __device__ __forceinline__ StepScope(const Mask& mask, const Document& d, int first_key) {
-    const int last_key = min(first_key + 63, d.k_len - 1);
-    if (first_key > last_key) return;
-    // The mask is a band: its ends never decrease with the key.
-    const Range first = visible_queries(mask, d.q_len, d.k_len, first_key);
-    const Range last = visible_queries(mask, d.q_len, d.k_len, last_key);
-    some = {first.begin / kQueryStep, (last.end + kQueryStep - 1) / kQueryStep};
-    if (first_key + 63 < d.k_len) {
-      whole = {(last.begin + kQueryStep - 1) / kQueryStep, first.end / kQueryStep};
-    }
-  }
-  /// first: of the item. Half 1 of a tile on the diagonal sees nothing of it.
-  __device__ __forceinline__ Phase phase(int step, bool plain, bool first) const {
-    if (first and not some.contains(step)) return Phase::kSkip;
-    if (not plain) return Phase::kGeneral;
-    return whole.contains(step) ? Phase::kPlain : Phase::kMasked;
-  }
-};
-
-/// What rarely matters of a key: kept in shared memory, where it costs no register.
-struct KeyFacts {
-  Range visible;  // queries that see it
-  int ek, ev;     // stored bytes
-};
-
-/// Scales of a warp's accumulators, and of its factors a and F. In shared memory for the same
-/// reason.
+/// Scales of a warp's accumulators, and of its factors a and F. In shared memory, where they
+/// cost no register.
 struct ScalesNow {
   std::int32_t c, r;  // cuda::kNanScale for NaN
-};
-
-/// Where the pair of queries 8 b + 2 q, 8 b + 2 q + 1 stands: lane q of a quad reads b = 0..3 and
-/// b = 4..7 as a vector each.
-MXATTN_HOST_DEVICE constexpr int pair_word(int b, int q) { return (b / 4) * 16 + q * 4 + b % 4; }
-
-/// What the phase of a step reads.
-struct alignas(16) StepStats {
-  // FP16 pairs of neighbouring queries, in the order in which a thread reads them as two 16-byte
-  // vectors (pair_word): addends -mu + eG - c + 8, and D'.
-  std::uint32_t addend_pairs[kQueryStep / 2];
-  std::uint32_t delta_pairs[kQueryStep / 2];
-  float addend[kQueryStep];  // where FP16 does not hold them
-  std::int8_t eq[kQueryStep];
-  StepFacts facts;
 };
 
 template <class Config>
@@ -204,271 +134,7 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
   }
 }
 
-/// Warps 1 to 3: what every query of a step adds to the phase. `turn` is 0 to 2.
-template <class Config>
-__device__ void form_stats(const BackwardParams& params, SharedStorage<Config>& shared, int turn) {
-  int ahead = turn;  // steps until this warp's next one
-  tile::RingPosition<Config::kStatsStages> at;
-  for (int n = 0; n < turn; ++n) at.advance();
-  const int lane = threadIdx.x % 32;
-  for (std::uint32_t item = 0;; ++item) {
-    shared.work_ring.wait_full(tile::RingPosition<kWorkSlots>::after(item));
-    const Work work = shared.work[item % kWorkSlots];
-    ptx::mbarrier_arrive(shared.work_ring.empty_at(item % kWorkSlots));
-    if (work.last) return;
-    const Document& d = work.document;
-    const int num_steps = work.visits.size();
-    const int total = num_steps * params.queries_per_key_head;
-
-    // nV_T, the largest norm exponent of the tile's keys. 127 (NaN) is the largest byte.
-    const std::int8_t* norms =
-        params.v_norms + work.item.head * params.k_slots + d.k_slot + work.item.first;
-    int nv = -128;
-    for (int k = lane; k < work.item.count; k += 32) nv = max(nv, int{norms[k]});
-    nv = __reduce_max_sync(0xFFFFFFFFu, nv);
-    const Exponent nv_tile = Exponent::stored(static_cast<std::int8_t>(nv));
-
-    const StepScope scope0(params.mask, d, work.item.first);
-    const StepScope scope1(params.mask, d, work.item.first + 64);
-    const auto scales_of = [&](int head, int step) {
-      const int tile_start = step * kQueryStep / stages::kQueryTile * stages::kQueryTile;
-      const std::int64_t slot = head * params.q_slots + d.q_slot + tile_start;
-      return params.tile_scales[slot / stages::kSlotAlignment];
-    };
-    int i = ahead;
-    for (; i < total; i += Config::kStatsWarps) {
-      const int head = work.item.head * params.queries_per_key_head + i / num_steps;
-      const int s = work.visits.begin + i % num_steps;
-      const std::int64_t slots = head * params.q_slots + d.q_slot;
-      const std::int64_t tokens = head * params.total_q + d.q_token;
-      const cuda::TileScales raw = scales_of(head, s);
-      // The step before, of the same head: whether this one differs.
-      const int before = s > work.visits.begin ? s - 1 : s;
-      const cuda::TileScales raw_before = scales_of(head, before);
-      const int eq_before = params.q_exponents[slots + before * kQueryStep];
-      stages::ChunkScales scales;
-      scales.a = exponent_of(raw.a);
-      scales.b = exponent_of(raw.b);
-      scales.c = exponent_of(raw.c);
-      const Exponent r = stages::ds_exponent_dk(scales, nv_tile);
-
-      // A lane forms two neighbouring queries: one pair.
-      float addend[2], delta[2];
-      int eq[2];
-      bool fits = true;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int row = s * kQueryStep + 2 * lane + n;
-        const bool valid = row < d.q_len;
-        // A query outside the document takes the exponent of the last one in it.
-        eq[n] = params.q_exponents[slots + min(row, d.q_len - 1)];
-        const Exponent eg = valid ? Exponent::stored(params.g_exponents[slots + row]) : Exponent(0);
-        const bool keyless = not valid or visible_keys(params.mask, d.q_len, d.k_len, row).empty();
-        const Exponent sum =
-            stages::dkv_addend(valid ? params.row_reference[tokens + row] : 0, eg, scales.c);
-        addend[n] = keyless ? -kInfinity : (sum.nan ? kNan : static_cast<float>(sum.value));
-        fits = fits and (keyless or fabsf(addend[n]) <= stages::kFp16Integers);
-        delta[n] = keyless
-                       ? 0.0f
-                       : stages::dkv_delta<DeviceOps>(
-                             params.delta[slots + row],
-                             stages::dkv_delta_factor(scales.c, eg, Exponent::stored(eq[n]), r));
-      }
-      const int first = __shfl_sync(0xFFFFFFFFu, eq[0], 0);
-      const bool plain = __all_sync(0xFFFFFFFFu, eq[0] == first and eq[1] == first and fits);
-      const bool changes =
-          i > 0 and (s == work.visits.begin or first != eq_before or raw.a != raw_before.a or
-                     raw.b != raw_before.b or raw.c != raw_before.c);
-      const auto flags = [&](int half, const StepScope& scope) {
-        return StepFacts::pack(
-            half, scope.phase(s, plain, i == 0),
-            changes or stages::promotes_dv(s, half) or stages::promotes_dk(s, half));
-      };
-
-      shared.stats_ring.wait_empty(at);
-      auto& stats = shared.stats[at.stage];
-      const int word = pair_word(lane / 4, lane % 4);
-      stats.addend_pairs[word] = ptx::to_fp16x2(addend[0], addend[1]);
-      stats.delta_pairs[word] = ptx::to_fp16x2(delta[0], delta[1]);
-      if (not plain) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          stats.addend[2 * lane + n] = addend[n];
-          stats.eq[2 * lane + n] = static_cast<std::int8_t>(eq[n]);
-        }
-      }
-      if (lane == 0) {
-        stats.facts = {value_of(scales.c), value_of(r),
-                       flags(0, scope0) | flags(1, scope1) | StepFacts::pack_eq(first)};
-      }
-      // Every lane wrote, so every lane arrives.
-      ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
-#pragma unroll
-      for (int n = 0; n < Config::kStatsWarps; ++n) at.advance();
-    }
-    ahead = i - total;
-  }
-}
-
 // ---- consumers --------------------------------------------------------------------------------
-
-/// Pairs of the queries of a step as a thread needs them, read one phase ahead.
-struct StepPairs {
-  uint4 addend[2], delta[2];
-
-  /// q: the lane's place in its quad.
-  __device__ __forceinline__ void load(const StepStats& stats, std::uint32_t q) {
-#pragma unroll
-    for (int v = 0; v < 2; ++v) {
-      addend[v] = *reinterpret_cast<const uint4*>(&stats.addend_pairs[pair_word(4 * v, q)]);
-      delta[v] = *reinterpret_cast<const uint4*>(&stats.delta_pairs[pair_word(4 * v, q)]);
-    }
-  }
-  __device__ __forceinline__ static std::uint32_t word(const uint4 (&vectors)[2], int b) {
-    const uint4& v = vectors[b / 4];
-    return b % 4 == 0 ? v.x : b % 4 == 1 ? v.y : b % 4 == 2 ? v.z : v.w;
-  }
-};
-
-/// Codes of P and dS of one step: operands of two MMAs of 32 queries. With DsScale::kRow dS itself
-/// waits in the registers of dP until its largest magnitudes are known.
-struct StepCodes {
-  std::uint32_t p[2][4], ds[2][4];
-  float largest[2] = {0, 0};
-};
-
-/// What the scores and dP of a key are multiplied with, for queries of one EQ.
-struct KeyFactors {
-  float a, f;
-};
-
-__device__ __forceinline__ KeyFactors factors_of(const KeyFacts& key, Exponent eq, Exponent c,
-                                                 Exponent r, float score_scale) {
-  const Exponent ek = Exponent::stored(static_cast<std::int8_t>(key.ek));
-  const Exponent ev = Exponent::stored(static_cast<std::int8_t>(key.ev));
-  return {stages::score_factor(score_scale, eq, ek), stages::dkv_gradient_factor(c, ev, eq, r)};
-}
-
-/// Phase of a pair of 8-query blocks, four queries of the thread: factors(h, e) are those of key h
-/// and query e. seen: null without masks. kNarrow: one key after the other, for want of registers.
-template <class Config, bool kNarrow, class Factors>
-__device__ __forceinline__ void phase_pair(int pair, const float (&s)[32], float (&dp)[32],
-                                           const float (&addend)[4], const float (&delta)[4],
-                                           const Factors& factors, const SeenColumns* seen,
-                                           StepCodes& codes) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float t[4], ds[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
-      const KeyFactors by = factors(h, e);
-      t[e] = stages::probability<DeviceOps>(s[i], by.a, addend[e]);
-      ds[e] = stages::dkv_ds<DeviceOps>(t[e], dp[i], by.f, delta[e]);
-      if constexpr (Config::kRowScale) {
-        if (seen != nullptr and not seen->sees(i)) ds[e] = 0.0f;
-        dp[i] = ds[e];
-        codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
-      }
-    }
-    const int k = pair / 2, word = 2 * (pair % 2) + h;
-    const std::uint32_t mask = seen != nullptr ? seen->code_mask(k, word) : ~0u;
-    codes.p[k][word] = ptx::to_e4m3x4(t[0], t[1], t[2], t[3]) & mask;
-    if constexpr (not Config::kRowScale) {
-      codes.ds[k][word] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]) & mask;
-    }
-    if constexpr (kNarrow) __syncwarp();
-  }
-}
-
-/// Phase of a plain or masked step: one EQ, addends in FP16 pairs.
-template <class Config, bool kMasked>
-__device__ __forceinline__ void phase_plain(const float (&s)[32], float (&dp)[32],
-                                            const StepPairs& pairs, const KeyFactors (&factors)[2],
-                                            const KeyFacts* keys, int first_query,
-                                            StepCodes& codes) {
-  const SeenColumns seen(keys[0].visible, keys[8].visible, first_query);
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    float addend[4], delta[4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      ptx::from_fp16x2(StepPairs::word(pairs.addend, 2 * pair + n), addend[2 * n],
-                       addend[2 * n + 1]);
-      ptx::from_fp16x2(StepPairs::word(pairs.delta, 2 * pair + n), delta[2 * n], delta[2 * n + 1]);
-    }
-    phase_pair<Config, false>(
-        pair, s, dp, addend, delta, [&](int h, int) { return factors[h]; },
-        kMasked ? &seen : nullptr, codes);
-  }
-}
-
-/// Phase of any step: addends in FP32, factors of every 32 queries, or of every query where these
-/// have not one EQ. The same bits as phase_plain where both apply.
-template <class Config>
-__device__ __forceinline__ void phase_general(const float (&s)[32], float (&dp)[32],
-                                              const StepStats& stats, const KeyFacts* keys,
-                                              int first_query, float score_scale,
-                                              StepCodes& codes) {
-  const SeenColumns seen(keys[0].visible, keys[8].visible, first_query);
-  const int column = 2 * (threadIdx.x % 4);
-  const Exponent c = exponent_of(stats.facts.c);
-  const Exponent r = exponent_of(stats.facts.r);
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const std::int8_t* const eq = stats.eq + 32 * k;
-    const bool uniform = __all_sync(0xFFFFFFFFu, eq[threadIdx.x % 32] == eq[0]);
-    const auto phases = [&](const auto& factors_at) {
-#pragma unroll
-      for (int pair = 2 * k; pair < 2 * k + 2; ++pair) {
-        float addend[4], delta[4];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          const float2 addends =
-              *reinterpret_cast<const float2*>(stats.addend + 16 * pair + 8 * n + column);
-          addend[2 * n] = addends.x;
-          addend[2 * n + 1] = addends.y;
-          ptx::from_fp16x2(stats.delta_pairs[pair_word(2 * pair + n, column / 2)], delta[2 * n],
-                           delta[2 * n + 1]);
-        }
-        phase_pair<Config, true>(
-            pair, s, dp, addend, delta,
-            [&](int h, int e) {
-              return factors_at(h, 16 * (pair % 2) + 8 * (e / 2) + column + e % 2);
-            },
-            &seen, codes);
-      }
-    };
-    const auto factors_of_key = [&](int h, int query) {
-      return factors_of(keys[8 * h], Exponent::stored(eq[query]), c, r, score_scale);
-    };
-    if (uniform) {
-      const KeyFactors factors[2] = {factors_of_key(0, 0), factors_of_key(1, 0)};
-      phases([&](int h, int) { return factors[h]; });
-    } else {
-      phases(factors_of_key);
-    }
-  }
-}
-
-/// For tests: the codes of a step as CodeDump says.
-__device__ __forceinline__ void dump_codes(const BackwardParams& params, const Document& d,
-                                           int head, int first_query, int first_key,
-                                           const StepCodes& codes) {
-  const auto put = [&](std::uint8_t* to, const std::uint32_t(&operands)[2][4]) {
-    if (to == nullptr) return;
-    for (int k = 0; k < 2; ++k) {
-      for_each_code(operands[k], [&](int half, int column, std::uint8_t code) {
-        const int query = first_query + 32 * k + column;
-        const int key = first_key + tile::fragment_row(threadIdx.x % 128, half);
-        if (query >= d.q_len or key >= d.k_len) return;
-        to[(head * params.total_q + d.q_token + query) * params.dump.keys + key] = code;
-      });
-    }
-  };
-  put(params.dump.t, codes.p);
-  put(params.dump.ds_dkv, codes.ds);
-}
 
 /// FP32 sums of a warpgroup's dV or dK, where the Config places them.
 template <class Config, bool kOfDk>
@@ -486,18 +152,6 @@ __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStor
            warp * kWarpSum;
   }
   return Sums<Config::kOutputs, kPlace>{sums};
-}
-
-/// DsScale::kRow: whether any of the 32 keys that the CPU takes at once sees a query of the step.
-/// Only then does the step add to their dK; it matters where the scale is NaN.
-__device__ __forceinline__ bool block_sees_step(const Mask& mask, const Document& d, int key,
-                                                int step) {
-  constexpr int kBlock = 32;
-  const int first = key / kBlock * kBlock;
-  if (first >= d.k_len) return false;
-  const int last = min(first + kBlock, d.k_len) - 1;
-  return visible_queries(mask, d.q_len, d.k_len, first).begin < (step + 1) * kQueryStep and
-         visible_queries(mask, d.q_len, d.k_len, last).end > step * kQueryStep;
 }
 
 template <class Config>
@@ -772,7 +426,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       if (threadIdx.x == 0) load(params, shared);
     } else {
-      form_stats(params, shared, warp - 1);
+      form_stats<Config>(params, shared, warp - 1);
     }
   } else {
     ptx::set_max_registers_up<Config::kConsumerRegisters>();

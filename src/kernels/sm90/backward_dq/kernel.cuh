@@ -15,12 +15,13 @@
 
 #include "kernels/sm90/backward.h"
 #include "kernels/sm90/backward_dq/config.h"
+#include "kernels/sm90/backward_dq/phase.cuh"
+#include "kernels/sm90/backward_dq/scales.cuh"
+#include "kernels/sm90/backward_dq/tiles.h"
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
-#include "kernels/sm90/seen_columns.h"
 #include "kernels/sm90/sums.h"
-#include "kernels/sm90/tile_facts.h"
 #include "kernels/sm90/turn.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
@@ -35,31 +36,6 @@ namespace mxattn::kernels::sm90::dq {
 
 using stages::Exponent;
 using stages::kKeyTile;
-
-/// What rarely matters of a query row: kept in shared memory, where it costs no register.
-struct RowFacts {
-  Range visible;  // keys; empty for rows past the document's end
-  int mu;
-  float delta;                 // D
-  std::int8_t eq, eg, ng, no;  // stored bytes
-  std::int32_t r;  // of the accumulator; kNoScale before the first chunk that the row sees
-};
-
-/// What tables hold of the item's rows.
-template <int kRows>
-struct alignas(16) RowTables {
-  float delta[kRows];
-  std::int8_t eq[kRows], eg[kRows], ng[kRows], no[kRows];
-};
-
-/// What tables hold of the last keys that the item's rows see of a chunk: running maxima of nV and,
-/// where tables are monotone, EK. A mask is a band, whose ends move by at most one a row.
-template <int kRows>
-struct alignas(16) LastKeys {
-  static constexpr int kKeys = kRows + stages::kSlotAlignment;
-  std::int8_t nv[kKeys], ek[kKeys];
-  int begin;  // the first one, counted from the document's start
-};
 
 template <class Config>
 struct alignas(1024) SharedStorage {
@@ -91,56 +67,7 @@ struct alignas(1024) SharedStorage {
   tile::RingBarriers<Config::kStages> operand_ring;
 };
 
-/// EK and EV of a key tile's first key, whether something rare is due before its phase, how that
-/// goes in each warpgroup, and where the tile's exponents lie.
-struct TileFacts : TileFactsBase {
-  // Behind an item's first tile: a chunk begins, a promotion may be due, or EK and EV are others
-  // than in the tile before.
-  static constexpr std::uint32_t kRare = 1u << 16;
-
-  __device__ __forceinline__ static std::uint32_t pack(std::int8_t ek, std::int8_t ev, Phase phase0,
-                                                       Phase phase1, int slot) {
-    return exponents(ek, ev) | static_cast<std::uint32_t>(phase0) << 17 |
-           static_cast<std::uint32_t>(phase1) << 19 | static_cast<std::uint32_t>(slot) << 21;
-  }
-  __device__ __forceinline__ static Phase phase(std::uint32_t facts, int consumer) {
-    return static_cast<Phase>((facts >> (17 + 2 * consumer)) & 3u);
-  }
-  /// Of the arrays of exponents.
-  __device__ __forceinline__ static int slot(std::uint32_t facts) { return facts >> 21; }
-};
-
-/// Tiles of which every row of 64 from `first_row` sees all keys.
-__device__ __forceinline__ Range whole_tiles(const Mask& mask, const Document& d, int first_row) {
-  const int last_row = first_row + 63;
-  if (last_row >= d.q_len) return {0, 0};
-  return {(visible_keys(mask, d.q_len, d.k_len, last_row).begin + kKeyTile - 1) / kKeyTile,
-          visible_keys(mask, d.q_len, d.k_len, first_row).end / kKeyTile};
-}
-
-/// Keys of a chunk among those that a row sees.
-__device__ __forceinline__ Range in_chunk(Range visible, int chunk) {
-  return {max(visible.begin, stages::chunk_begin(chunk)),
-          min(visible.end, stages::chunk_end(chunk))};
-}
-
 // ---- producer ---------------------------------------------------------------------------------
-
-/// Whether the first `count` of a tile's stored exponents agree.
-template <class Config>
-__device__ __forceinline__ bool is_uniform(const std::int8_t* exponents, int count) {
-  if constexpr (Config::kMonotone) return exponents[0] == exponents[count - 1];
-  // A warp, four keys a lane. NOTE: tiles start at multiples of 16 slots.
-  const int first = 4 * static_cast<int>(threadIdx.x % 32);
-  bool same = true;
-  if (first < count) {
-    const char4 own = *reinterpret_cast<const char4*>(exponents + first);
-    const int e = exponents[0];
-    same = own.x == e and (first + 1 >= count or own.y == e) and
-           (first + 2 >= count or own.z == e) and (first + 3 >= count or own.w == e);
-  }
-  return __all_sync(0xFFFFFFFFu, same);
-}
 
 /// How many of `count` slots from `first` on a table of `slots` holds: the last tile of the last
 /// document may reach past its end.
@@ -295,207 +222,8 @@ __device__ void load_operands(const BackwardParams& params, SharedStorage<Config
 
 // ---- consumers --------------------------------------------------------------------------------
 
-/// What a phase needs of the thread's two rows for keys of one EK and EV.
-struct RowFactors {
-  float a[2];       // score factor
-  float addend[2];  // -mu + f
-  float delta[2];   // D''
-};
-
-/// The exponent of the row's accumulator; rows that have seen nothing have none, and it is 0.
-__device__ __forceinline__ Exponent scale_of(const RowFacts& row) {
-  return row.r == cuda::kNoScale ? Exponent(0) : exponent_of(row.r);
-}
-
-__device__ __forceinline__ void set_factors(RowFactors& factors, int h, const RowFacts& row,
-                                            Exponent ek, Exponent ev, float score_scale) {
-  const Exponent eg = Exponent::stored(row.eg);
-  factors.a[h] = stages::score_factor(score_scale, Exponent::stored(row.eq), ek);
-  const Exponent f = stages::dq_addend(row.mu, eg, ev, ek, scale_of(row));
-  factors.addend[h] = f.nan ? kNan : static_cast<float>(f.value);
-  factors.delta[h] = stages::dq_delta(row.delta, eg, ev);
-}
-
-/// Codes of dS of one tile: operands of four MMAs of 32 keys. With DsScale::kRow dS itself waits in
-/// the registers of dP until its largest magnitudes are known.
-struct TileCodes {
-  std::uint32_t ds[4][4];
-  float largest[2] = {0, 0};
-};
-
 template <class Config>
 using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
-
-/// Phase of block k of a tile: 32 keys that share EK and EV. seen: null without masks.
-template <class Config>
-__device__ __forceinline__ void phase_block(int k, const float (&s)[64], float (&dp)[64],
-                                            const RowFactors& factors, const SeenColumns* seen,
-                                            TileCodes& codes) {
-#pragma unroll
-  for (int pair = 2 * k; pair < 2 * k + 2; ++pair) {  // of 8-key blocks
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float ds[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = 8 * pair + 4 * (e / 2) + 2 * h + e % 2;
-        const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
-        ds[e] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-        if constexpr (Config::kRowScale) {
-          if (seen != nullptr and not seen->sees(i)) ds[e] = 0.0f;
-          dp[i] = ds[e];
-          codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[e]));
-        }
-      }
-      if constexpr (not Config::kRowScale) {
-        codes.ds[pair / 2][2 * (pair % 2) + h] = ptx::to_e4m3x4(ds[0], ds[1], ds[2], ds[3]);
-      }
-    }
-  }
-  if constexpr (not Config::kRowScale) {
-    if (seen != nullptr) seen->mask_codes(codes.ds[k], k);
-  }
-}
-
-/// Phase of a tile whose keys share EK and EV.
-template <class Config, bool kMasked>
-__device__ __forceinline__ void phase_uniform(const float (&s)[64], float (&dp)[64],
-                                              const RowFactors& factors, const RowFacts* rows,
-                                              int first_key, TileCodes& codes) {
-  const SeenColumns seen(rows[0].visible, rows[8].visible, first_key);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    phase_block<Config>(k, s, dp, factors, kMasked ? &seen : nullptr, codes);
-  }
-}
-
-/// Phase of any tile: factors of every block of 32 keys, or of every key of one that is not
-/// uniform. The same bits as phase_uniform for a row whose visible keys share EK and EV.
-template <class Config>
-__device__ __forceinline__ void phase_general(const float (&s)[64], float (&dp)[64],
-                                              const RowFacts* rows, int first_key,
-                                              const std::int8_t* tile_ek,
-                                              const std::int8_t* tile_ev, float score_scale,
-                                              TileCodes& codes) {
-  const SeenColumns seen(rows[0].visible, rows[8].visible, first_key);
-  const int lane = threadIdx.x % 32;
-  const int column = 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const std::int8_t* const ek = tile_ek + 32 * k;
-    const std::int8_t* const ev = tile_ev + 32 * k;
-    RowFactors factors;
-    if (__all_sync(0xFFFFFFFFu, ek[lane] == ek[0] and ev[lane] == ev[0])) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        set_factors(factors, h, rows[8 * h], Exponent::stored(ek[0]), Exponent::stored(ev[0]),
-                    score_scale);
-      }
-      phase_block<Config>(k, s, dp, factors, &seen, codes);
-      continue;
-    }
-    float ds[16];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int i = 16 * k + j;
-      const int h = tile::fragment_half(i);
-      const int key = 8 * (j >> 2) + column + (j & 1);
-      set_factors(factors, h, rows[8 * h], Exponent::stored(ek[key]), Exponent::stored(ev[key]),
-                  score_scale);
-      const float p = stages::probability<DeviceOps>(s[i], factors.a[h], factors.addend[h]);
-      ds[j] = stages::dq_ds<DeviceOps>(p, dp[i], factors.delta[h]);
-      if constexpr (Config::kRowScale) {
-        if (not seen.sees(i)) ds[j] = 0.0f;
-        dp[i] = ds[j];
-        codes.largest[h] = fmaxf(codes.largest[h], fabsf(ds[j]));
-      }
-      if (j % 4 == 3) __syncwarp();  // a few keys at a time, for want of registers
-    }
-    if constexpr (not Config::kRowScale) {
-      tile::pack_operand(codes.ds[k], ds);
-      seen.mask_codes(codes.ds[k], k);
-    }
-  }
-}
-
-/// What r_i takes from the keys of a chunk that each of the thread's two rows sees, as stored: the
-/// running maximum of nV and the largest EK. Nothing where a row sees none.
-struct ChunkKeys {
-  int nv[2], ek[2];
-};
-
-/// Where tables are monotone the last key has the largest EK. Else a warp looks at the keys that
-/// its rows share, and each quad at the few that only some of them see. warp_row: the first of the
-/// warp's 16 rows. `visible` of the thread's.
-template <class Config>
-__device__ __forceinline__ ChunkKeys keys_of_chunk(const BackwardParams& params, const Work& work,
-                                                   const LastKeys<Config::kRows>& last,
-                                                   int warp_row, const Range (&visible)[2],
-                                                   int chunk) {
-  const Document& d = work.document;
-  const std::int8_t* const ek = params.k_exponents + work.key_head * params.k_slots + d.k_slot;
-  Range shared{0, 0};  // keys that all of the warp's rows see
-  int shared_ek = -128;
-  if constexpr (not Config::kMonotone) {
-    const auto seen = [&](int row) {
-      return in_chunk(visible_keys(params.mask, d.q_len, d.k_len, row), chunk);
-    };
-    if (warp_row < d.q_len) {
-      shared = {seen(min(warp_row + 15, d.q_len - 1)).begin, seen(warp_row).end};
-    }
-    for (int key = shared.begin + static_cast<int>(threadIdx.x % 32); key < shared.end; key += 32) {
-      shared_ek = max(shared_ek, int{ek[key]});
-    }
-    shared_ek = __reduce_max_sync(0xFFFFFFFFu, shared_ek);
-  }
-  ChunkKeys keys{};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const Range seen = in_chunk(visible[h], chunk);
-    if (seen.empty()) continue;
-    keys.nv[h] = last.nv[seen.end - 1 - last.begin];
-    if constexpr (Config::kMonotone) {
-      keys.ek[h] = last.ek[seen.end - 1 - last.begin];
-    } else {
-      const Range inner = shared.empty() ? Range{seen.end, seen.end} : shared;
-      keys.ek[h] = shared_ek;
-      for (int j = seen.begin; j < inner.begin; ++j) keys.ek[h] = max(keys.ek[h], int{ek[j]});
-      for (int j = inner.end; j < seen.end; ++j) keys.ek[h] = max(keys.ek[h], int{ek[j]});
-    }
-  }
-  return keys;
-}
-
-/// r_i of the key chunk, for a row that sees a key of it; else r stays.
-__device__ __forceinline__ std::int32_t scale_in_chunk(const RowFacts& row, int chunk, int nv,
-                                                       int ek) {
-  if (in_chunk(row.visible, chunk).empty()) return row.r;
-  return value_of(stages::ds_exponent_dq(Exponent::stored(row.ng), Exponent::stored(row.no),
-                                         Exponent::stored(static_cast<std::int8_t>(nv)),
-                                         Exponent::stored(static_cast<std::int8_t>(ek))));
-}
-
-/// What a row's accumulator is multiplied by when its exponent changes.
-__device__ __forceinline__ float change_of(std::int32_t before, std::int32_t after) {
-  if (before == cuda::kNoScale or before == after) return before == cuda::kNanScale ? kNan : 1.0f;
-  return stages::factor(exponent_of(before) - exponent_of(after));
-}
-
-/// For tests: the codes of a tile as CodeDump says.
-__device__ __forceinline__ void dump_codes(const BackwardParams& params, const Work& work,
-                                           int first_row, int first_key, const TileCodes& codes) {
-  if (params.dump.ds_dq == nullptr) return;
-  const Document& d = work.document;
-  for (int k = 0; k < 4; ++k) {
-    for_each_code(codes.ds[k], [&](int half, int column, std::uint8_t code) {
-      const int query = first_row + tile::fragment_row(threadIdx.x % 128, half);
-      const int key = first_key + 32 * k + column;
-      if (query >= d.q_len or key >= d.k_len) return;
-      const std::int64_t row = work.item.head * params.total_q + d.q_token + query;
-      params.dump.ds_dq[row * params.dump.keys + key] = code;
-    });
-  }
-}
 
 /// FP32 sums of a warpgroup's dQ: each thread adds its own.
 template <class Config>
