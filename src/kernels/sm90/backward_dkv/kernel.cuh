@@ -136,7 +136,8 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
 
 // ---- consumers --------------------------------------------------------------------------------
 
-/// FP32 sums of a warpgroup's dV or dK, where the Config places them.
+/// FP32 sums of a warpgroup's dV or dK, where the Config places them. Made where they are used:
+/// they would cost registers in the loop.
 template <class Config, bool kOfDk>
 __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStorage<Config>& shared,
                                         int consumer) {
@@ -154,6 +155,91 @@ __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStor
   return Sums<Config::kOutputs, kPlace>{sums};
 }
 
+/// What is rarely due before step i, the `step`-th of a query head: promotions, scales that change,
+/// factors of another EQ.
+template <class Config>
+__device__ __forceinline__ void change_scales(
+    const BackwardParams& params, SharedStorage<Config>& shared, int consumer, bool leader,
+    const Work& work, int i, int step, std::uint32_t flags, const StepFacts& of_step,
+    ScalesNow& scales, const KeyFacts* keys, float (&dv)[Config::kOutputs],
+    float (&dk)[Config::kOutputs], KeyFactors (&factors)[2]) {
+  const auto was_promoted = [&](int place) {
+    return stages::was_promoted(place, work.visits.begin, work.visits.size(), i);
+  };
+  const StepFacts facts = of_step;
+  const ScalesNow before = scales;
+  __syncwarp();
+  if (leader) scales = {facts.c, facts.r};
+  const bool head_ends = step == work.visits.begin and i > 0;
+  const Exponent c_old = exponent_of(before.c), c = exponent_of(facts.c);
+  const Exponent r_old = exponent_of(before.r), r = exponent_of(facts.r);
+  if (head_ends or (i > 0 and stages::promotes_dv(step, consumer))) {
+    const float scale = stages::output_factor(c_old);
+    sums_of<Config, false>(params, shared, consumer)
+        .promote(dv, {scale, scale}, was_promoted(stages::dv_promotion(consumer)));
+#pragma unroll
+    for (int j = 0; j < Config::kOutputs; ++j) dv[j] = 0.0f;
+  } else if (i > 0 and facts.c != before.c) {
+    const float change = stages::factor(c_old - c);
+#pragma unroll
+    for (int j = 0; j < Config::kOutputs; ++j) {
+      dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
+    }
+  }
+  if constexpr (not Config::kRowScale) {
+    if (head_ends or (i > 0 and stages::promotes_dk(step, consumer))) {
+      const float scale = stages::factor(r_old);
+      sums_of<Config, true>(params, shared, consumer)
+          .promote(dk, {scale, scale}, was_promoted(stages::dk_promotion(consumer)));
+#pragma unroll
+      for (int j = 0; j < Config::kOutputs; ++j) dk[j] = 0.0f;
+    } else if (i > 0 and facts.r != before.r) {
+      const float change = stages::factor(r_old - r);
+#pragma unroll
+      for (int j = 0; j < Config::kOutputs; ++j) {
+        dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    factors[h] = factors_of(keys[8 * h], StepFacts::eq(flags), c, r, params.score_scale);
+  }
+}
+
+/// dV and dK of the item's keys. first: of the steps that were not left out.
+template <class Config>
+__device__ __forceinline__ void end_item(const BackwardParams& params,
+                                         SharedStorage<Config>& shared, int consumer,
+                                         const Work& work, int total, int first,
+                                         const ScalesNow& scales, float (&dv)[Config::kOutputs],
+                                         float (&dk)[Config::kOutputs]) {
+  const auto was_promoted = [&](int place) {
+    return stages::was_promoted(place, work.visits.begin, work.visits.size(), total);
+  };
+  const int warp = threadIdx.x % 128 / 32;
+  const int row = work.item.first + 64 * consumer + 16 * warp;
+  const bool dv_started = was_promoted(stages::dv_promotion(consumer));
+  const bool dk_started =
+      Config::kRowScale ? total > first : was_promoted(stages::dk_promotion(consumer));
+  const float dv_scale = total > 0 ? stages::output_factor(exponent_of(scales.c)) : 0.0f;
+  const float dk_scale =
+      total > 0 and not Config::kRowScale ? stages::factor(exponent_of(scales.r)) : 0.0f;
+  // Rows lie where shared sums do: these must be out before.
+  const WarpRows<Config::kDim> rows(shared.sums[consumer][warp]);
+  sums_of<Config, false>(params, shared, consumer).finish(dv, {dv_scale, dv_scale}, dv_started);
+  if constexpr (Config::kSharedSums > 0)
+    sums_of<Config, true>(params, shared, consumer).finish(dk, {dk_scale, dk_scale}, dk_started);
+  rows.put(dv);
+  rows.store(params.dv, work.item.head, work.document.k_token, row, work.document.k_len,
+             [](auto&) {});
+  if constexpr (Config::kSharedSums == 0)
+    sums_of<Config, true>(params, shared, consumer).finish(dk, {dk_scale, dk_scale}, dk_started);
+  rows.put(dk);
+  rows.store(params.dk, work.item.head, work.document.k_token, row, work.document.k_len,
+             [&](auto& x) { rows.finish_rotated(x, params.softmax_scale, params.rotate); });
+}
+
 template <class Config>
 __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shared, int consumer) {
   const int thread = threadIdx.x % 128;
@@ -162,9 +248,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   const int warp = thread / 32;
   tile::RingPosition<Config::kStages> at;
   tile::RingPosition<Config::kStatsStages> stats_at;
-  // Made where they are used: they would cost registers in the loop.
-  const auto dv_sums = [&] { return sums_of<Config, false>(params, shared, consumer); };
-  const auto dk_sums = [&] { return sums_of<Config, true>(params, shared, consumer); };
   ScalesNow& scales = shared.scales[consumer][warp];
   const std::uint32_t k_tile = ptx::shared_address(shared.k) + consumer * 64 * Config::kDim;
   const std::uint32_t v_tile = ptx::shared_address(shared.v) + consumer * 64 * Config::kDim;
@@ -210,9 +293,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     // K and V go back before the last step, which needs no further scores.
     const auto release_keys = [&] {
       if (leader) ptx::mbarrier_arrive(shared.key_ring.empty_at(0));
-    };
-    const auto was_promoted_before = [&](int place, int i) {
-      return stages::was_promoted(place, work.visits.begin, work.visits.size(), i);
     };
     int i = 0, step = work.visits.begin;
     const int steps_end = work.visits.end;
@@ -270,45 +350,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     for (; i < total; ++i) {
       const Phase phase = StepFacts::phase(flags, consumer);
       if (StepFacts::rare(flags, consumer)) {
-        const StepFacts facts = shared.stats[stats_at.stage].facts;
-        const ScalesNow before = scales;
-        __syncwarp();
-        if (leader) scales = {facts.c, facts.r};
-        const bool head_ends = step == work.visits.begin and i > 0;
-        const Exponent c_old = exponent_of(before.c), c = exponent_of(facts.c);
-        const Exponent r_old = exponent_of(before.r), r = exponent_of(facts.r);
-        if (head_ends or (i > 0 and stages::promotes_dv(step, consumer))) {
-          const float scale = stages::output_factor(c_old);
-          dv_sums().promote(dv, {scale, scale},
-                            was_promoted_before(stages::dv_promotion(consumer), i));
-#pragma unroll
-          for (int j = 0; j < Config::kOutputs; ++j) dv[j] = 0.0f;
-        } else if (i > 0 and facts.c != before.c) {
-          const float change = stages::factor(c_old - c);
-#pragma unroll
-          for (int j = 0; j < Config::kOutputs; ++j) {
-            dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
-          }
-        }
-        if constexpr (not Config::kRowScale) {
-          if (head_ends or (i > 0 and stages::promotes_dk(step, consumer))) {
-            const float scale = stages::factor(r_old);
-            dk_sums().promote(dk, {scale, scale},
-                              was_promoted_before(stages::dk_promotion(consumer), i));
-#pragma unroll
-            for (int j = 0; j < Config::kOutputs; ++j) dk[j] = 0.0f;
-          } else if (i > 0 and facts.r != before.r) {
-            const float change = stages::factor(r_old - r);
-#pragma unroll
-            for (int j = 0; j < Config::kOutputs; ++j) {
-              dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
-            }
-          }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          factors[h] = factors_of(keys[8 * h], StepFacts::eq(flags), c, r, params.score_scale);
-        }
+        change_scales<Config>(params, shared, consumer, leader, work, i, step, flags,
+                              shared.stats[stats_at.stage].facts, scales, keys, dv, dk, factors);
       }
 
       const int first_query = step * kQueryStep;
@@ -365,7 +408,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         // The next scores are multiplied while dK is added.
         ptx::wgmma_wait_group<2>();
         ptx::pin(dk);
-        dk_sums().promote(dk, dk_scale, i > first);
+        sums_of<Config, true>(params, shared, consumer).promote(dk, dk_scale, i > first);
       }
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
@@ -375,25 +418,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       hand_back_operands();
       if (i + 2 == total) release_keys();
     }
-    const int row = work.item.first + 64 * consumer + 16 * warp;
-    const bool dv_started = was_promoted_before(stages::dv_promotion(consumer), total);
-    const bool dk_started = Config::kRowScale
-                                ? total > first
-                                : was_promoted_before(stages::dk_promotion(consumer), total);
-    const float dv_scale = total > 0 ? stages::output_factor(exponent_of(scales.c)) : 0.0f;
-    const float dk_scale =
-        total > 0 and not Config::kRowScale ? stages::factor(exponent_of(scales.r)) : 0.0f;
-    // Rows lie where shared sums do: these must be out before.
-    const WarpRows<Config::kDim> rows(shared.sums[consumer][warp]);
-    dv_sums().finish(dv, {dv_scale, dv_scale}, dv_started);
-    if constexpr (Config::kSharedSums > 0) dk_sums().finish(dk, {dk_scale, dk_scale}, dk_started);
-    rows.put(dv);
-    rows.store(params.dv, work.item.head, work.document.k_token, row, work.document.k_len,
-               [](auto&) {});
-    if constexpr (Config::kSharedSums == 0) dk_sums().finish(dk, {dk_scale, dk_scale}, dk_started);
-    rows.put(dk);
-    rows.store(params.dk, work.item.head, work.document.k_token, row, work.document.k_len,
-               [&](auto& x) { rows.finish_rotated(x, params.softmax_scale, params.rotate); });
+    end_item<Config>(params, shared, consumer, work, total, first, scales, dv, dk);
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }
