@@ -25,8 +25,8 @@ using plan::Pass;
 
 // Heads are the y dimension of grids.
 constexpr int kMaxHeads = 65535;
-// Kernels count slots, tiles and tokens in 32 bits; a tile may reach past the last slot.
-constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max() - 1024;
+// Kernels count slots, tiles, steps and tokens in 32 bits; a chunk may reach past the last slot.
+constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max() - 4096;
 
 cudaStream_t stream_of(const DeviceCall& call) { return static_cast<cudaStream_t>(call.stream); }
 
@@ -50,8 +50,8 @@ std::string supports(const DeviceProblem& device) {
     return detail::concat("heads_q = ", problem.heads_q, ": the kernels take up to ", kMaxHeads);
   }
   const std::int64_t slots = std::max(device.q_slots(), device.k_slots());
-  const std::int64_t tiles = (slots / stages::kQueryTile + device.num_documents + 1);
-  if (slots > kMaxCount or tiles > kMaxCount / problem.heads_q) {
+  const std::int64_t steps = slots / stages::kQueryStep + device.num_documents + 1;
+  if (slots > kMaxCount or steps > kMaxCount / problem.heads_q) {
     return detail::concat("total_q = ", device.total_q, ", total_k = ", device.total_k, " with ",
                           problem.heads_q, " heads: the kernels count 2^31 slots and items");
   }
