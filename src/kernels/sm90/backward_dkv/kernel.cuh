@@ -155,69 +155,16 @@ __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStor
   return Sums<Config::kOutputs, kPlace>{sums};
 }
 
-/// What is rarely due before step i, the `step`-th of a query head: promotions, scales that change,
-/// factors of another EQ.
-template <class Config>
-__device__ __forceinline__ void change_scales(
-    const BackwardParams& params, SharedStorage<Config>& shared, int consumer, bool leader,
-    const Work& work, int i, int step, std::uint32_t flags, const StepFacts& of_step,
-    ScalesNow& scales, const KeyFacts* keys, float (&dv)[Config::kOutputs],
-    float (&dk)[Config::kOutputs], KeyFactors (&factors)[2]) {
-  const auto was_promoted = [&](int place) {
-    return stages::was_promoted(place, work.visits.begin, work.visits.size(), i);
-  };
-  const StepFacts facts = of_step;
-  const ScalesNow before = scales;
-  __syncwarp();
-  if (leader) scales = {facts.c, facts.r};
-  const bool head_ends = step == work.visits.begin and i > 0;
-  const Exponent c_old = exponent_of(before.c), c = exponent_of(facts.c);
-  const Exponent r_old = exponent_of(before.r), r = exponent_of(facts.r);
-  if (head_ends or (i > 0 and stages::promotes_dv(step, consumer))) {
-    const float scale = stages::output_factor(c_old);
-    sums_of<Config, false>(params, shared, consumer)
-        .promote(dv, {scale, scale}, was_promoted(stages::dv_promotion(consumer)));
-#pragma unroll
-    for (int j = 0; j < Config::kOutputs; ++j) dv[j] = 0.0f;
-  } else if (i > 0 and facts.c != before.c) {
-    const float change = stages::factor(c_old - c);
-#pragma unroll
-    for (int j = 0; j < Config::kOutputs; ++j) {
-      dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
-    }
-  }
-  if constexpr (not Config::kRowScale) {
-    if (head_ends or (i > 0 and stages::promotes_dk(step, consumer))) {
-      const float scale = stages::factor(r_old);
-      sums_of<Config, true>(params, shared, consumer)
-          .promote(dk, {scale, scale}, was_promoted(stages::dk_promotion(consumer)));
-#pragma unroll
-      for (int j = 0; j < Config::kOutputs; ++j) dk[j] = 0.0f;
-    } else if (i > 0 and facts.r != before.r) {
-      const float change = stages::factor(r_old - r);
-#pragma unroll
-      for (int j = 0; j < Config::kOutputs; ++j) {
-        dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
-      }
-    }
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    factors[h] = factors_of(keys[8 * h], StepFacts::eq(flags), c, r, params.score_scale);
-  }
-}
-
 /// dV and dK of the item's keys. first: of the steps that were not left out.
 template <class Config>
 __device__ __forceinline__ void end_item(const BackwardParams& params,
-                                         SharedStorage<Config>& shared, int consumer,
+                                         SharedStorage<Config>& shared, int consumer, int warp,
                                          const Work& work, int total, int first,
                                          const ScalesNow& scales, float (&dv)[Config::kOutputs],
                                          float (&dk)[Config::kOutputs]) {
   const auto was_promoted = [&](int place) {
     return stages::was_promoted(place, work.visits.begin, work.visits.size(), total);
   };
-  const int warp = threadIdx.x % 128 / 32;
   const int row = work.item.first + 64 * consumer + 16 * warp;
   const bool dv_started = was_promoted(stages::dv_promotion(consumer));
   const bool dk_started =
@@ -350,8 +297,48 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     for (; i < total; ++i) {
       const Phase phase = StepFacts::phase(flags, consumer);
       if (StepFacts::rare(flags, consumer)) {
-        change_scales<Config>(params, shared, consumer, leader, work, i, step, flags,
-                              shared.stats[stats_at.stage].facts, scales, keys, dv, dk, factors);
+        const auto was_promoted = [&](int place) {
+          return stages::was_promoted(place, work.visits.begin, work.visits.size(), i);
+        };
+        const StepFacts facts = shared.stats[stats_at.stage].facts;
+        const ScalesNow before = scales;
+        __syncwarp();
+        if (leader) scales = {facts.c, facts.r};
+        const bool head_ends = step == work.visits.begin and i > 0;
+        const Exponent c_old = exponent_of(before.c), c = exponent_of(facts.c);
+        const Exponent r_old = exponent_of(before.r), r = exponent_of(facts.r);
+        if (head_ends or (i > 0 and stages::promotes_dv(step, consumer))) {
+          const float scale = stages::output_factor(c_old);
+          sums_of<Config, false>(params, shared, consumer)
+              .promote(dv, {scale, scale}, was_promoted(stages::dv_promotion(consumer)));
+#pragma unroll
+          for (int j = 0; j < Config::kOutputs; ++j) dv[j] = 0.0f;
+        } else if (i > 0 and facts.c != before.c) {
+          const float change = stages::factor(c_old - c);
+#pragma unroll
+          for (int j = 0; j < Config::kOutputs; ++j) {
+            dv[j] = stages::rescale_accumulator<DeviceOps>(dv[j], change);
+          }
+        }
+        if constexpr (not Config::kRowScale) {
+          if (head_ends or (i > 0 and stages::promotes_dk(step, consumer))) {
+            const float scale = stages::factor(r_old);
+            sums_of<Config, true>(params, shared, consumer)
+                .promote(dk, {scale, scale}, was_promoted(stages::dk_promotion(consumer)));
+#pragma unroll
+            for (int j = 0; j < Config::kOutputs; ++j) dk[j] = 0.0f;
+          } else if (i > 0 and facts.r != before.r) {
+            const float change = stages::factor(r_old - r);
+#pragma unroll
+            for (int j = 0; j < Config::kOutputs; ++j) {
+              dk[j] = stages::rescale_accumulator<DeviceOps>(dk[j], change);
+            }
+          }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          factors[h] = factors_of(keys[8 * h], StepFacts::eq(flags), c, r, params.score_scale);
+        }
       }
 
       const int first_query = step * kQueryStep;
@@ -418,7 +405,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       hand_back_operands();
       if (i + 2 == total) release_keys();
     }
-    end_item<Config>(params, shared, consumer, work, total, first, scales, dv, dk);
+    end_item<Config>(params, shared, consumer, warp, work, total, first, scales, dv, dk);
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }

@@ -225,29 +225,11 @@ __device__ void load_operands(const BackwardParams& params, SharedStorage<Config
 template <class Config>
 using PhaseTurn = Turn<Config::kConsumers, 1 + Config::kConsumers>;  // behind the sums' barriers
 
-/// FP32 sums of a warpgroup's dQ: each thread adds its own. Made where it is used: it would cost
-/// registers in the loop.
+/// FP32 sums of a warpgroup's dQ: each thread adds its own.
 template <class Config>
 __device__ __forceinline__ Sums<Config::kOutputs, SumPlace::kShared> sums_of(
     SharedStorage<Config>& shared, int consumer) {
   return {shared.sums[consumer] + threadIdx.x % 128 / 32 * (Config::kFloat4s / 4)};
-}
-
-/// dQ of the item's rows.
-template <class Config>
-__device__ __forceinline__ void end_item(const BackwardParams& params,
-                                         SharedStorage<Config>& shared, int consumer, int warp,
-                                         const Work& work, const RowFacts* rows, bool started,
-                                         float (&dq)[Config::kOutputs]) {
-  const bool keeps = not Config::kRowScale and not work.visits.empty();
-  const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
-                          keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
-  sums_of<Config>(shared, consumer).finish(dq, scale, started);
-  const WarpRows<Config::kDim> finished(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
-  finished.put(dq);
-  finished.store(params.dq, work.item.head, work.document.q_token,
-                 work.item.first + 64 * consumer + 16 * warp, work.document.q_len,
-                 [&](auto& x) { finished.finish_rotated(x, params.softmax_scale, params.rotate); });
 }
 
 template <class Config>
@@ -257,6 +239,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   const int warp = thread / 32;
   std::uint32_t item = 0;  // of the CTA's
   tile::RingPosition<Config::kStages> at;
+  // Made where it is used: it would cost registers in the loop.
+  const auto sums = [&] { return sums_of<Config>(shared, consumer); };
   const std::uint32_t q_tile = ptx::shared_address(shared.q) + consumer * 64 * Config::kDim;
   const std::uint32_t g_tile = ptx::shared_address(shared.g) + consumer * 64 * Config::kDim;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
@@ -378,9 +362,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
           }
         }
         if (keep and stages::promotes_dq(t, consumer)) {
-          sums_of<Config>(shared, consumer)
-              .promote(dq, {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))},
-                       started);
+          sums().promote(dq, {stages::factor(scale_of(rows[0])), stages::factor(scale_of(rows[8]))},
+                         started);
           started = true;
           keep = 0;
         }
@@ -425,7 +408,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         // The next scores are multiplied while dQ is added.
         ptx::wgmma_wait_group<2>();
         ptx::pin(dq);
-        sums_of<Config>(shared, consumer).promote(dq, dq_scale, started);
+        sums().promote(dq, dq_scale, started);
         started = true;
       }
       ptx::wgmma_wait_group<0>();
@@ -439,7 +422,16 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       if (t + 2 == tiles_end) release_queries();
     }
     if (work.visits.empty()) clear();
-    end_item<Config>(params, shared, consumer, warp, work, rows, started, dq);
+    const bool keeps = not Config::kRowScale and not work.visits.empty();
+    const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
+                            keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
+    sums().finish(dq, scale, started);
+    const WarpRows<Config::kDim> finished(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
+    finished.put(dq);
+    finished.store(params.dq, work.item.head, work.document.q_token,
+                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len, [&](auto& x) {
+                     finished.finish_rotated(x, params.softmax_scale, params.rotate);
+                   });
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }
