@@ -163,8 +163,6 @@ def test_b6_the_scale_of_gradients_is_honoured(recipe):
         assert (a[name] != 0).any() and same_bits(a[name] * bf16(16), b[name]), name
 
 
-
-
 # ---- F: offsets, determinism, quantiser ---------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-// What the two backward passes share on the device: scores, exponents in tables and in shared memory,
-// how a phase goes, scales of dS by rows, codes for tests.
+// What the two backward passes share on the device: scores, exponents in tables and in shared
+// memory, how a phase goes, scales of dS by rows, codes for tests.
 #pragma once
 
 #include <cstdint>
