@@ -12,16 +12,9 @@
 #include "ptx/wgmma.h"
 #include "recipe/stages.h"
 #include "tile/fragment.h"
+#include "tile/rotation.h"
 
 namespace mxattn::kernels::sm90 {
-
-/// 1 / sqrt(columns), rounded to FP32.
-template <int kColumns>
-inline constexpr float kRotationNorm = 0;
-template <>
-inline constexpr float kRotationNorm<64> = 0.125f;
-template <>
-inline constexpr float kRotationNorm<128> = 0.08838834764831845f;
 
 /// Sixteen rows of a finished accumulator in shared memory of their warp, on their way from
 /// fragments to whole rows. Code that runs once an item waits for its instructions, some 35 clk for
@@ -102,20 +95,13 @@ class WarpRows {
     for (float& value : x) value = mul_rn(value, softmax_scale);
     if (not rotate) return;
 #pragma unroll
-    for (int stride = 1; stride < 8; stride *= 2) butterflies(x, stride);
+    for (int stride = 1; stride < 8; stride *= 2) tile::butterflies_inside(x, stride);
 #pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-      const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) tile::butterflies_across(x, lanes);
 #pragma unroll
-      for (float& value : x) {
-        // The product is exact: one rounding.
-        value = fma_rn(value, sign, __shfl_xor_sync(0xFFFFFFFFu, value, lanes));
-      }
-    }
+    for (int stride = 8; stride < 8 * kBlocks; stride *= 2) tile::butterflies_inside(x, stride);
 #pragma unroll
-    for (int stride = 8; stride < 8 * kBlocks; stride *= 2) butterflies(x, stride);
-#pragma unroll
-    for (float& value : x) value = mul_rn(value, kRotationNorm<kDim>);
+    for (float& value : x) value = mul_rn(value, tile::rotation_norm<kDim>());
   }
 
  private:
@@ -127,15 +113,6 @@ class WarpRows {
   static constexpr int kLanes = 8;  // of a row
   static constexpr int kRowsAtOnce = 32 / kLanes;
 
-  __device__ __forceinline__ static void butterflies(Values& x, int stride) {
-#pragma unroll
-    for (int i = 0; i < 8 * kBlocks; ++i) {
-      if ((i & stride) != 0) continue;
-      const float low = x[i], high = x[i + stride];
-      x[i] = add_rn(low, high);
-      x[i + stride] = add_rn(low, -high);
-    }
-  }
   __device__ __forceinline__ static void put_block(const float* x, std::uint16_t* to,
                                                    bool aligned) {
     const uint4 unit = {ptx::to_bf16x2(x[0], x[1]), ptx::to_bf16x2(x[2], x[3]),

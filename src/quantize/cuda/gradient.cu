@@ -2,7 +2,6 @@
 //
 // As in quantize.cu CTAs stay, and the rows of their next tile are on their way while they work.
 #include <algorithm>
-#include <bit>
 
 #include "base/division.h"
 #include "quantize/cuda/launch.h"
@@ -275,9 +274,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
     const Item next = order.next_of(item);
     const bool ends = next.tile >= order.tiles;
-    if (not ends) {
-      if (next.tile != item.tile) find(next.tile);
-    }
+    if (not ends and next.tile != item.tile) find(next.tile);
     fetch_gradients(next);
     ptx::copy_async_wait_group<1>();
     __syncwarp();  // the lanes' codes and their parts of O are there

@@ -18,6 +18,7 @@
 #include "ptx/math.h"
 #include "recipe/exponents.h"
 #include "recipe/stages.h"
+#include "tile/rotation.h"
 #include "tile/swizzle.h"
 
 namespace mxattn::cuda {
@@ -39,8 +40,7 @@ struct Layout {
   static constexpr int kLaneChannels = kDim / kRowLanes;
   static constexpr int kUnits = kLaneChannels / 8;  // 16-byte units of a lane's part of a row
   static_assert(kGroup % kWarpSlots == 0);
-  // 1 / sqrt(d), rounded once.
-  static constexpr float kRotationNorm = kDim == 128 ? 0.08838834764831845f : 0.125f;
+  static constexpr float kRotationNorm = tile::rotation_norm<kDim>();
 
   static int tiles(std::int64_t slots) { return static_cast<int>((slots + kSlots - 1) / kSlots); }
 };
@@ -255,30 +255,7 @@ __device__ __forceinline__ void load_rows(const Bf16View& x, bool aligned, int h
 
 // ---- rotation ---------------------------------------------------------------------------------
 //
-// Walsh-Hadamard butterflies of strides 1, 2, ..., d / 2, without the factor 1 / sqrt(d).
-
-/// Between values `stride` apart in the lane.
-template <int kCount>
-__device__ __forceinline__ void butterflies_inside(float (&x)[kCount], int stride) {
-#pragma unroll
-  for (int c = 0; c < kCount; ++c) {
-    if ((c & stride) != 0) continue;
-    const float low = x[c], high = x[c + stride];
-    x[c] = add_rn(low, high);
-    x[c + stride] = add_rn(low, -high);
-  }
-}
-
-/// Between the same values of lanes `lanes` apart.
-template <int kCount>
-__device__ __forceinline__ void butterflies_across(float (&x)[kCount], int lanes) {
-  const float sign = (threadIdx.x & lanes) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-  for (int c = 0; c < kCount; ++c) {
-    // The product is exact: one rounding.
-    x[c] = fma_rn(x[c], sign, __shfl_xor_sync(0xFFFFFFFFu, x[c], lanes));
-  }
-}
+// Butterflies of strides 1, 2, ..., d / 2 (tile/rotation.h), without the factor 1 / sqrt(d).
 
 /// Rotates what a warp holds. Channel bits 0 to 2 count inside a unit, 3 and 4 lanes, the others a
 /// lane's units.
@@ -287,11 +264,12 @@ __device__ __forceinline__ void rotate(LaneRows<L>& values) {
 #pragma unroll
   for (float(&x)[L::kLaneChannels] : values) {
 #pragma unroll
-    for (int stride = 1; stride < 8; stride *= 2) butterflies_inside(x, stride);
+    for (int stride = 1; stride < 8; stride *= 2) tile::butterflies_inside(x, stride);
 #pragma unroll
-    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) butterflies_across(x, lanes);
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) tile::butterflies_across(x, lanes);
 #pragma unroll
-    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) butterflies_inside(x, stride);
+    for (int stride = 8; stride < L::kLaneChannels; stride *= 2)
+      tile::butterflies_inside(x, stride);
   }
 }
 
@@ -306,7 +284,7 @@ __device__ __forceinline__ void take_rotated_rows(RowBuffer<L>& buffer, LaneRows
     for (int u = 0; u < L::kUnits; ++u) unpack(*buffer.consecutive(pass, u), values[pass] + 8 * u);
 #pragma unroll
     for (int stride = 1; stride < L::kLaneChannels; stride *= 2) {
-      butterflies_inside(values[pass], stride);
+      tile::butterflies_inside(values[pass], stride);
     }
   }
 #pragma unroll
@@ -338,9 +316,10 @@ __device__ __forceinline__ void take_rotated_rows(RowBuffer<L>& buffer, LaneRows
 #pragma unroll
   for (float(&x)[L::kLaneChannels] : values) {
 #pragma unroll
-    for (int lanes = L::kUnits; lanes < kRowLanes; lanes *= 2) butterflies_across(x, lanes);
+    for (int lanes = L::kUnits; lanes < kRowLanes; lanes *= 2) tile::butterflies_across(x, lanes);
 #pragma unroll
-    for (int stride = 8; stride < L::kLaneChannels; stride *= 2) butterflies_inside(x, stride);
+    for (int stride = 8; stride < L::kLaneChannels; stride *= 2)
+      tile::butterflies_inside(x, stride);
   }
 }
 
