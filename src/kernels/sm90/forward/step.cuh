@@ -57,7 +57,7 @@ struct Rows {
   float o[Config::kOutputs];
   float m[2];
   float l[2];
-  int unit[2];  // c of the first tile that the row saw, or kNoUnit
+  int unit[2];  // the largest c of the tiles that the row saw, or kNoUnit
   float a[2];   // score factors of tiles with these facts
   std::uint32_t tile_facts;
   const RowFacts* facts;  // of half 0; half 1 is eight rows on
@@ -274,25 +274,39 @@ __device__ __forceinline__ void set_units(Rows<Config>& rows, const KeyTile& til
   }
 }
 
-/// T = T 2^(c - unit), for rows whose unit differs.
+/// Brings O and T to one unit, for rows whose unit differs: the larger one, since the other way O
+/// overflows where a row sees tokens of zeros first. What O is multiplied with goes into alpha.
 template <class Config, int kPartials>
-__device__ __forceinline__ void to_units(const Rows<Config>& rows, float (&t)[kPartials],
-                                         const Exponent (&c)[2], const bool (&differs)[2]) {
-  float scale[2];
+__device__ __forceinline__ void to_units(Rows<Config>& rows, float (&t)[kPartials],
+                                         const Exponent (&c)[2], const bool (&differs)[2],
+                                         float (&alpha)[2]) {
+  float scale[2] = {1.0f, 1.0f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    scale[r] = differs[r] ? stages::factor(c[r] - Exponent(rows.unit[r])) : 1.0f;
+    if (not differs[r]) continue;
+    if (not c[r].nan and c[r].value > rows.unit[r]) {
+      alpha[r] = mul_rn(alpha[r], stages::factor(Exponent(rows.unit[r]) - c[r]));
+      rows.unit[r] = c[r].value;
+    } else {
+      scale[r] = stages::factor(c[r] - Exponent(rows.unit[r]));
+    }
   }
 #pragma unroll
   for (int i = 0; i < Config::kOutputs; ++i) t[i] = mul_rn(t[i], scale[tile::fragment_half(i)]);
 }
 
-/// O = O alpha + T, l = l alpha + sum.
-template <class Config, int kPartials>
-__device__ __forceinline__ void promote(Rows<Config>& rows, const float (&t)[kPartials],
-                                        const float (&sum)[2], const float (&alpha)[2]) {
+/// l = l alpha + sum.
+template <class Config>
+__device__ __forceinline__ void promote_sums(Rows<Config>& rows, const float (&sum)[2],
+                                             const float (&alpha)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) rows.l[r] = fma_rn(rows.l[r], alpha[r], sum[r]);
+}
+
+/// O = O alpha + T.
+template <class Config, int kPartials>
+__device__ __forceinline__ void promote(Rows<Config>& rows, const float (&t)[kPartials],
+                                        const float (&alpha)[2]) {
 #pragma unroll
   for (int i = 0; i < Config::kOutputs; ++i) {
     rows.o[i] = fma_rn(rows.o[i], alpha[tile::fragment_half(i)], t[i]);
@@ -408,11 +422,10 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
   ptx::pin(t);
   if constexpr (kGeneral) ptx::pin(sums);
   if (not kEarly) issue_next();
-  if (differs[0] or differs[1]) to_units(rows, t, c, differs);
   if constexpr (kGeneral) {
-    promote(rows, t, {sums[0], sums[2]}, alpha);
+    promote_sums(rows, {sums[0], sums[2]}, alpha);
   } else {
-    promote(rows, t, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
+    promote_sums(rows, {t[Config::kOutputs], t[Config::kOutputs + 2]}, alpha);
   }
   if constexpr (Config::kDump) {
     const DumpRows dump(params, work, block);
@@ -421,6 +434,8 @@ __device__ __forceinline__ void step(Rows<Config>& rows, float (&s)[64], const K
       dump.tile(r, tile.begin / kKeyTile, alpha[r], rows.m[r]);
     }
   }
+  if (differs[0] or differs[1]) to_units(rows, t, c, differs, alpha);
+  promote(rows, t, alpha);
 }
 
 }  // namespace mxattn::kernels::sm90::forward
