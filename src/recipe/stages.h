@@ -127,9 +127,16 @@ struct ChunkScales {
   Exponent c{-400};  // max of eG
 };
 
+/// An r that 2^r can be formed of: tokens of zeros in Q and K, whose exponent is -96, bring it
+/// lower.
+MXATTN_HOST_DEVICE constexpr Exponent ds_exponent(Exponent bound) {
+  const Exponent r = bound - (kDsHeadroom + kDsSlack);
+  return {r.value < kFactorExponentMin ? kFactorExponentMin : r.value, r.nan};
+}
+
 /// r of dS 2^(EQ - r) for keys whose tile has norm exponent nV_T.
 MXATTN_HOST_DEVICE constexpr Exponent ds_exponent_dk(const ChunkScales& scales, Exponent nv_tile) {
-  return max(scales.a, scales.b + nv_tile) - (kDsHeadroom + kDsSlack);
+  return ds_exponent(max(scales.a, scales.b + nv_tile));
 }
 
 /// The addend of t = 2^(acc a - mu + eG - c + 8), an integer.
@@ -184,7 +191,7 @@ MXATTN_HOST_DEVICE constexpr bool was_promoted(int place, int begin, int steps, 
 /// visible to the row, ek that key's exponent.
 MXATTN_HOST_DEVICE constexpr Exponent ds_exponent_dq(Exponent ng, Exponent no, Exponent nv,
                                                      Exponent ek) {
-  return ng + max(no, nv) + ek - (kDsHeadroom + kDsSlack);
+  return ds_exponent(ng + max(no, nv) + ek);
 }
 
 /// f of dS 2^(EK - r) = 2^(acc a - mu + f) (acc' - D'').

@@ -106,6 +106,30 @@ TEST(Faithful, BoundedByOracleWhereExponentsStep) {
   }
 }
 
+// The exponent r of dS leaves the range of factors where zeros, whose exponent is -96, end a chunk
+// and dO is tiny. The chunk itself adds nothing; those before it must keep their size.
+TEST(Faithful, BoundedWhereZerosEndAChunk) {
+  constexpr std::size_t kDim = 64;
+  for (const RecipeInfo& info : supported_recipes(faithful_backend())) {
+    if (info.recipe.gradient != GradientOperand::kDividedByL or info.recipe.control) continue;
+    SCOPED_TRACE(info.name);
+    for (const bool keys : {false, true}) {
+      AttentionCase test({.recipe = info.recipe, .q_lens = {600}, .dim = kDim});
+      fill_normal(test, 14);
+      multiply(test.dout, 0x1p-30);
+      multiply(keys ? test.k : test.q, 512 * kDim, 88 * kDim, 0);
+      const Result exact = with_recipe(test, recipes::exact).run(exact_backend(), 2);
+      for (const auto* const backend : {&faithful_backend(), &exact_backend()}) {
+        const Result got = test.run(*backend, 2);
+        // The errors of the figures of section 6: cosines of 0.997.
+        EXPECT_LE(relative_error(got.dq, exact.dq), std::sqrt(2 * 0.003));
+        EXPECT_LE(relative_error(got.dk, exact.dk), std::sqrt(2 * 0.003));
+        EXPECT_LE(relative_error(got.dv, exact.dv), std::sqrt(2 * 0.003));
+      }
+    }
+  }
+}
+
 // Section 6: N = 1024, d = 128, causal.
 TEST(Faithful, BoundedFiguresOfNormalInputs) {
   AttentionCase test({.recipe = recipes::fp8, .q_lens = {1024}});
