@@ -6,7 +6,7 @@
 namespace mxattn {
 
 /// x / divisor, rounded to nearest-even, where x and the quotient are below 2^kLimit in magnitude
-/// and the divisor lies in [2^-60, 2^60]. A NaN gives NaN. Quotients below 2^-126 are not exact.
+/// and the divisor lies in [2^-60, 2^126]. A NaN gives NaN. Quotients below 2^-126 are not exact.
 /// Two corrections of x times the correctly rounded reciprocal: the first leaves less than an ulp,
 /// after which the second is exact (Markstein, "Computation of elementary functions on the IBM RISC
 /// System/6000 processor", 1990, theorem 8). x is scaled by 2^60 meanwhile, so that no remainder is

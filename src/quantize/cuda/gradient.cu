@@ -35,25 +35,20 @@ struct Shared {
 };
 
 /// x / divisor, IEEE division, and so for `largest`, the largest magnitude of their row. A divisor
-/// is a row sum L, between 1/2 and the number of tokens, or NaN. Inf may become NaN: either gives
-/// the row exponent 127 and codes 0.
+/// is a row sum L: about 1/2 or more, up to 2^126 where it is that of more keys than the state has
+/// seen (ring attention), less, or 0, of scores beyond 2^25, or NaN.
 template <int kCount>
 __device__ __forceinline__ void divide(float (&x)[kCount], float& largest, float divisor) {
-  const Divisor by(divisor);
-  if (largest < pow2(Divisor::kLimit - 1)) {
+  // Beyond this range of Divisor::divide(): rarer than rare.
+  if (largest < pow2(Divisor::kLimit - 1) and divisor >= 0.25f and divisor <= pow2(126)) {
+    const Divisor by(divisor);
 #pragma unroll
     for (int c = 0; c < kCount; ++c) x[c] = by.divide(x[c]);
     largest = by.divide(largest);
   } else {
-    // Rows of large values are brought into Divisor's range; rarer than rare. What becomes
-    // subnormal is so far below the largest that its code is 0.
-    constexpr int kShift = 70;
-    const auto divide_shifted = [&](float value) {
-      return mul_rn(by.divide(mul_rn(value, pow2(-kShift))), pow2(kShift));
-    };
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) x[c] = divide_shifted(x[c]);
-    largest = divide_shifted(largest);
+    for (int c = 0; c < kCount; ++c) x[c] = div_rn(x[c], divisor);
+    largest = div_rn(largest, divisor);
   }
 }
 
@@ -232,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const Rows rows = shared.places[warp];
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
-      sums[pass] = 0;
+      sums[pass] = 1;
       lse[pass] = -kInfinity;
       if (lane_row(pass) >= rows.left) continue;
       const std::int64_t at = item.head * args.dout.tokens + rows.token + lane_row(pass);
@@ -251,7 +246,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     int exponents[L::kPasses];
     bool sees[L::kPasses];  // any key
 #pragma unroll
-    for (int pass = 0; pass < L::kPasses; ++pass) sees[pass] = lse[pass] != -kInfinity;
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      // L = 0, whose LSE is -inf too, is the sum of codes that are all 0: of scores beyond 2^28.
+      sees[pass] = lse[pass] != -kInfinity or sums[pass] == 0;
+    }
     ptx::copy_async_wait_group<1>();
     __syncwarp();  // the lanes' parts of dO are there
     take_rows<L>(shared.rows, values);

@@ -66,7 +66,7 @@ void restore(const Operand& operand, const std::int32_t* cu_seqlens, int num_doc
 struct GradientArgs {
   TensorView<const std::uint16_t> dout, out;  // BF16 (total_q, heads_q, d)
   const float* row_sum = nullptr;             // L (heads_q, total_q)
-  const float* lse = nullptr;                 // (heads_q, total_q): -inf marks keyless rows
+  const float* lse = nullptr;                 // (heads_q, total_q): -inf, L not 0: keyless
   const std::int32_t* cu_seqlens = nullptr;
   int num_documents = 0;
   Operand g;                            // codes, exponents, norms

@@ -470,6 +470,27 @@ TEST_F(QuantizeDevice, BitEqualGradientAtEveryMagnitude) {
   }
 }
 
+// Row sums of keys that lie elsewhere are as large or small as FP32, and 0 is one.
+TEST_F(QuantizeDevice, BitEqualGradientOfMergedRowSums) {
+  Random random(9);
+  const Pack pack = pack_of({70, 60});
+  for (const int dim : {64, 128}) {
+    for (int repeat = 0; repeat < 40; ++repeat) {
+      std::vector<float> row_sum(static_cast<std::size_t>(2 * pack.total_q));
+      for (float& sum : row_sum) {
+        sum = std::ldexp(std::uniform_real_distribution<float>(1, 2)(random),
+                         draw(random, -126, 125));
+      }
+      row_sum[static_cast<std::size_t>(repeat)] = 0;
+      const Tensor dout = heavy_tailed(random, pack.total_q, 2, dim, 2, draw(random, -110, 110));
+      SCOPED_TRACE(testing::Message() << "dim " << dim << " repeat " << repeat);
+      compare_gradient(recipes::fp8, pack, {.causal = true}, dout,
+                       input(random, pack.total_q, 2, dim), row_sum, 0);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // ---- tables -----------------------------------------------------------------------------------
 
 TEST_F(QuantizeDevice, BitEqualChunkMaxima) {
