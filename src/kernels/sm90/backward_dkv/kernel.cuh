@@ -285,6 +285,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     } else {
 #pragma unroll
       for (int j = 0; j < 32; ++j) s[j] = dp[j] = 0.0f;
+      __syncwarp();  // all lanes have seen K and V arrive before they go back
     }
     const int first = i;  // that is not left out
     if (i + 1 >= total) release_keys();
