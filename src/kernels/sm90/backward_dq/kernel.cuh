@@ -85,7 +85,10 @@ __device__ __forceinline__ void load_last_keys(const BackwardParams& params, con
   const Range seen = in_chunk(visible_keys(params.mask, d.q_len, d.k_len, work.item.first), chunk);
   const int begin = max(seen.end - 1, 0) / stages::kSlotAlignment * stages::kSlotAlignment;
   const std::int64_t offset = work.key_head * params.k_slots + d.k_slot + begin;
-  const std::uint32_t bytes = slots_within(to.kKeys, offset, params.heads_k * params.k_slots);
+  // Of the document only: nobody writes the tables of slots behind its last group.
+  const int end =
+      (d.k_len + stages::kSlotAlignment - 1) / stages::kSlotAlignment * stages::kSlotAlignment;
+  const std::uint32_t bytes = min(to.kKeys, end - begin);
   to.begin = begin;
   ptx::mbarrier_expect(full, (Config::kMonotone ? 2 : 1) * bytes);
   ptx::copy_bulk(ptx::shared_address(to.nv), params.v_running_norms + offset, bytes, full);
@@ -299,6 +302,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       own[h].no = shared.tables.no[row];
       own[h].r = cuda::kNoScale;
     }
+    __syncwarp();  // all lanes have read the tables before they go back
     if (not work.visits.empty()) {
       shared.operand_ring.wait_full(at);
       facts = shared.facts[at.stage];
