@@ -294,6 +294,32 @@ TEST_P(Sm90Device, BoundedRandomPacks) {
   counts.check();
 }
 
+// Zeros have the exponent -96: as far below others as any.
+TEST_P(Sm90Device, BoundedAmongZeros) {
+  Counts counts;
+  const auto dim = static_cast<std::size_t>(GetParam().dim);
+  const struct {
+    int first, count;
+  } runs[] = {{128, 1}, {128, 32}, {256, 128}, {0, 128}, {300, 300}, {512, 88}};
+  for (const auto& [first, count] : runs) {
+    for (Bf16Vector AttentionCase::*const x :
+         {&AttentionCase::q, &AttentionCase::k, &AttentionCase::v, &AttentionCase::dout}) {
+      AttentionCase test({.recipe = GetParam().recipe,
+                          .q_lens = {600},
+                          .dim = GetParam().dim,
+                          .mask = {.causal = true}});
+      fill_normal(test, 13);
+      multiply(test.dout, 0x1p-24);
+      multiply(test.*x, static_cast<std::size_t>(first) * dim,
+               static_cast<std::size_t>(count) * dim, 0);
+      SCOPED_TRACE("zeros from " + std::to_string(first));
+      compare(test, {}, counts);
+      if (HasFailure()) return;
+    }
+  }
+  counts.check();
+}
+
 TEST_P(Sm90Device, BoundedLongDocumentsReachPromotions) {
   Counts counts;
   for (const Mask mask : {Mask{.causal = true}, Mask{}, Mask{.causal = true, .window_left = 900}}) {

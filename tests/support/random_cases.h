@@ -2,6 +2,7 @@
 // scales that make exponents non-uniform, and NaN behind the last document.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <limits>
@@ -31,6 +32,17 @@ inline void spread_rows(Bf16Vector& x, int dim, int spread, Normal& random) {
   for (std::size_t i = 0; i < x.size(); i += static_cast<std::size_t>(dim)) {
     multiply(x, i, static_cast<std::size_t>(dim),
              std::ldexp(1.0, random.below(2 * spread + 1) - spread));
+  }
+}
+
+/// Sets half of the rows to 0, in runs of up to 150.
+inline void zero_rows(Bf16Vector& x, int dim, Normal& random) {
+  const auto row = static_cast<std::size_t>(dim);
+  for (std::size_t at = 0; at < x.size();) {
+    const std::size_t end =
+        std::min(x.size(), at + row * static_cast<std::size_t>(1 + random.below(150)));
+    if (random.below(2) == 0) multiply(x, at, end - at, 0);
+    at = end;
   }
 }
 
@@ -86,7 +98,7 @@ inline AttentionCase random_case(std::uint64_t seed, int most, const Recipe& rec
   spec.rotation_requested = true;
   AttentionCase test(spec);
   fill_normal(test, seed);
-  switch (random.below(4)) {
+  switch (random.below(5)) {
     case 0:  // every row its own scale: exponents change inside tiles
       for (Bf16Vector* x : {&test.q, &test.k, &test.v, &test.dout}) {
         spread_rows(*x, spec.dim, 6, random);
@@ -99,6 +111,10 @@ inline AttentionCase random_case(std::uint64_t seed, int most, const Recipe& rec
       for (Bf16Vector* x : {&test.v, &test.k}) {
         if (not x->empty()) multiply(*x, x->size() / 2, x->size() - x->size() / 2, 12);
       }
+      break;
+    case 3:  // runs of zeros, below which nothing is, beside tiny gradients
+      multiply(test.dout, 0x1p-24);
+      for (Bf16Vector* x : {&test.q, &test.k, &test.v, &test.dout}) zero_rows(*x, spec.dim, random);
       break;
     default:
       break;
