@@ -293,7 +293,7 @@ TEST(Api, ExplainNamesWhatWasChosen) {
   Config config = Case::default_config();
   config.head_dim = 128;
   const std::string text = Problem(config).explain();
-  for (const char* part : {"fp8, folded form, version 1", "strictly causal", "cpu_exact",
+  for (const char* part : {"fp8, folded form, version ", "strictly causal", "cpu_exact",
                            "asked for by name", "Walsh-Hadamard", "128 queries by 128 keys",
                            "FP64 loops", "4 query heads on 2 key heads"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;

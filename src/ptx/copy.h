@@ -72,14 +72,4 @@ __device__ __forceinline__ void copy_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/// Lets a grid that depends on this one start. PTX ISA 9.7.13.13 griddepcontrol.
-__device__ __forceinline__ void launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-/// Waits until the grids this one depends on have finished and their writes are visible.
-__device__ __forceinline__ void wait_on_dependencies() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 }  // namespace mxattn::ptx

@@ -53,6 +53,8 @@ class Dumper {
                    .maximum = maximum.data(),
                    .correction = correction.data(),
                    .key_tiles = dump_.keys / 128};
+    // The calls before left the lists' ends in them.
+    MXATTN_EXPECT_CUDA(cudaMemset(workspace.next_item, 0, sizeof(int)));
     sm90::launch_forward<sm90::WithDump<Config>>(params, device_.device_problem().multiprocessors,
                                                  nullptr);
     MXATTN_EXPECT_CUDA(cudaDeviceSynchronize());
@@ -76,6 +78,7 @@ class Dumper {
     const kernels::BackwardArgs args = device_.backward_args();
     sm90::BackwardParams dkv = sm90::dkv_params(problem, call, args, workspace, workspace.dkv_list);
     dkv.dump = dump;
+    MXATTN_EXPECT_CUDA(cudaMemset(workspace.cleared.words, 0, 2 * sizeof(int)));
     sm90::launch_backward_dkv<sm90::DkvConfig<128, DsScale::kNorm, true>>(
         dkv, problem.multiprocessors, nullptr);
     sm90::BackwardParams dq = sm90::dq_params(problem, call, args, workspace, workspace.dq_list);

@@ -77,6 +77,13 @@ std::int64_t lists_bytes(const DeviceProblem& problem) {
   return carver.bytes();
 }
 
+/// Before the first kernel of a call: kernels overlap only where nothing else lies between them.
+void clear(const DeviceCall& call, const ClearedWorkspace& workspace) {
+  MXATTN_CUDA_CHECK(cudaMemsetAsync(
+      workspace.words, 0, static_cast<std::size_t>(workspace.count) * sizeof(*workspace.words),
+      stream_of(call)));
+}
+
 // ---- lists ------------------------------------------------------------------------------------
 
 void build(const DeviceProblem& problem, const DeviceCall& call, Pass pass, const DeviceList& list,
@@ -112,23 +119,14 @@ cuda::QuantizeArgs quantize_args(const DeviceProblem& problem, const DeviceCall&
   return args;
 }
 
-void quantize(const DeviceProblem& problem, const DeviceCall& call,
-              std::span<const cuda::QuantizeArgs> tensors, const QuantizeWorkspace& workspace) {
-  if (tensors.empty()) return;
-  MXATTN_CUDA_CHECK(cudaMemsetAsync(
-      workspace.look_back, 0,
-      static_cast<std::size_t>(look_back_words(problem)) * sizeof(*workspace.look_back),
-      stream_of(call)));
-  cuda::quantize(problem.problem.recipe, tensors, workspace.look_back, problem.multiprocessors,
-                 stream_of(call));
-}
-
 void quantize_alone(const DeviceProblem& problem, const DeviceCall& call, Role role,
                     const TensorView<const Bf16Bits>& x, const Operand& out) {
   Carver carver(call.workspace);
-  const QuantizeWorkspace workspace(carver, problem);
+  const ClearedWorkspace look_back(carver, look_back_words(problem));
+  clear(call, look_back);
   const cuda::QuantizeArgs args = quantize_args(problem, call, role, x, out, nullptr);
-  quantize(problem, call, {&args, 1}, workspace);
+  cuda::quantize(problem.problem.recipe, {&args, 1}, look_back.words, problem.multiprocessors,
+                 stream_of(call));
 }
 
 void restore(const DeviceProblem& problem, const DeviceCall& call, Role role,
@@ -137,14 +135,10 @@ void restore(const DeviceProblem& problem, const DeviceCall& call, Role role,
       is_query_role(role) ? call.cu_seqlens_q : call.cu_seqlens_k;
   cuda::restore(operand, cu_seqlens, problem.num_documents, rotate_back, y, stream_of(call));
   OutsideArgs outside;
-  outside.end = cu_seqlens + problem.num_documents;
   // Zeros are zeros: a row of FP32 is twice as many words of 16 bits.
-  outside.tensors[0] = {reinterpret_cast<std::uint16_t*>(y.data),
-                        y.tokens,
-                        y.heads,
-                        2 * y.dim,
-                        2 * y.token_stride,
-                        2 * y.head_stride};
+  outside.rows[0] = {{reinterpret_cast<std::uint16_t*>(y.data), y.tokens, y.heads, 2 * y.dim,
+                      2 * y.token_stride, 2 * y.head_stride},
+                     cu_seqlens + problem.num_documents};
   fill_outside(outside, problem.multiprocessors, stream_of(call));
 }
 
@@ -157,6 +151,7 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
   const cudaStream_t stream = stream_of(call);
   Carver carver(call.workspace);
   const ForwardWorkspace workspace(carver, device);
+  clear(call, workspace.cleared);
 
   cuda::QuantizeArgs tensors[cuda::kMaxTensors];
   std::size_t count = 0;
@@ -166,13 +161,13 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
   };
   if (not quantised.q) add(Role::kQ, args.q, state.q, nullptr);
   if (not quantised.k) add(Role::kK, args.k, state.k, nullptr);
+  if (not quantised.v) add(Role::kV, args.v, state.v, workspace.v_transposed);
+  cuda::quantize(problem.recipe, {tensors, count}, workspace.look_back, device.multiprocessors,
+                 stream);
   if (quantised.v) {
     const cuda::Transposition v{state.v, workspace.v_transposed};
     cuda::transpose_codes({&v, 1}, stream);
-  } else {
-    add(Role::kV, args.v, state.v, workspace.v_transposed);
   }
-  quantize(device, call, {tensors, count}, workspace.quantize);
   DeviceList list = workspace.list;
   if (call.lists != nullptr) {
     list = call.lists->forward;
@@ -185,8 +180,7 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
                   stream);
 
   OutsideArgs outside;
-  outside.end = call.cu_seqlens_q + device.num_documents;
-  outside.tensors[0] = args.out;
+  outside.rows[0] = {args.out, call.cu_seqlens_q + device.num_documents};
   outside.lse = args.lse;
   outside.row_reference = state.row_reference;
   outside.row_sum = state.row_sum;
@@ -202,19 +196,8 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
              const BackwardWorkspace& workspace) {
   const cudaStream_t stream = stream_of(call);
   const State& state = args.state;
-  const cuda::Transposition transpositions[] = {{state.q, workspace.q_transposed},
-                                                {state.k, workspace.k_transposed}};
-  cuda::transpose_codes(transpositions, stream);
-
-  cuda::ChunkMaximaArgs norms;
-  norms.values = state.v.norms;
-  norms.maxima = workspace.v_running_norms;
-  norms.cu_seqlens = call.cu_seqlens_k;
-  norms.num_documents = device.num_documents;
-  norms.heads = device.problem.heads_k;
-  norms.slots = state.v.slots;
-  cuda::make_chunk_maxima(norms, stream);
-
+  // First, since its CTAs stay: those that begin beside a kernel with less shared memory find a
+  // multiprocessor that has no room for as many of them.
   cuda::GradientArgs gradient;
   gradient.dout = args.dout;
   gradient.out = args.out;
@@ -228,6 +211,19 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
   gradient.delta = workspace.delta;
   gradient.live = workspace.live;
   cuda::prepare_gradient(device.problem.recipe, gradient, device.multiprocessors, stream);
+
+  const cuda::Transposition transpositions[] = {{state.q, workspace.q_transposed},
+                                                {state.k, workspace.k_transposed}};
+  cuda::transpose_codes(transpositions, stream);
+
+  cuda::ChunkMaximaArgs norms;
+  norms.values = state.v.norms;
+  norms.maxima = workspace.v_running_norms;
+  norms.cu_seqlens = call.cu_seqlens_k;
+  norms.num_documents = device.num_documents;
+  norms.heads = device.problem.heads_k;
+  norms.slots = state.v.slots;
+  cuda::make_chunk_maxima(norms, stream);
 
   cuda::ScalesArgs scales;
   scales.q_exponents = state.q.exponents;
@@ -247,6 +243,7 @@ void backward(const DeviceProblem& device, const DeviceCall& call, const Backwar
   const cudaStream_t stream = stream_of(call);
   Carver carver(call.workspace);
   const BackwardWorkspace workspace(carver, device);
+  clear(call, workspace.cleared);
   prepare(device, call, args, workspace);
   DeviceList dkv_list = workspace.dkv_list;
   DeviceList dq_list = workspace.dq_list;
@@ -263,15 +260,11 @@ void backward(const DeviceProblem& device, const DeviceCall& call, const Backwar
   instance.launch_dq(dq_params(device, call, args, workspace, dq_list), device.multiprocessors,
                      stream);
 
-  OutsideArgs queries;
-  queries.end = call.cu_seqlens_q + device.num_documents;
-  queries.tensors[0] = args.dq;
-  fill_outside(queries, device.multiprocessors, stream);
-  OutsideArgs keys;
-  keys.end = call.cu_seqlens_k + device.num_documents;
-  keys.tensors[0] = args.dk;
-  keys.tensors[1] = args.dv;
-  fill_outside(keys, device.multiprocessors, stream);
+  OutsideArgs outside;
+  outside.rows[0] = {args.dq, call.cu_seqlens_q + device.num_documents};
+  outside.rows[1] = {args.dk, call.cu_seqlens_k + device.num_documents};
+  outside.rows[2] = {args.dv, call.cu_seqlens_k + device.num_documents};
+  fill_outside(outside, device.multiprocessors, stream);
 }
 
 }  // namespace

@@ -3,11 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include "base/cuda_check.h"
+#include "base/cuda_launch.h"
 
 namespace mxattn::kernels::sm90 {
 
-/// Storage: what the kernel finds in dynamic shared memory. params.next_item is set to 0 first.
+/// Storage: what the kernel finds in dynamic shared memory. *params.next_item must be 0.
 template <class Config, class Storage, class Params>
 void launch_persistent(void (*kernel)(Params), const Params& params, int num_ctas,
                        cudaStream_t stream) {
@@ -15,9 +15,8 @@ void launch_persistent(void (*kernel)(Params), const Params& params, int num_cta
   static_assert(kShared <= 232448, "a CTA has 227 KB of shared memory");
   MXATTN_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-  MXATTN_CUDA_CHECK(cudaMemsetAsync(params.next_item, 0, sizeof(int), stream));
-  kernel<<<num_ctas, Config::kThreads, kShared, stream>>>(params);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+  launch_overlapping(kernel, dim3(static_cast<unsigned>(num_ctas)), Config::kThreads, kShared,
+                     stream, params);
 }
 
 }  // namespace mxattn::kernels::sm90

@@ -1,6 +1,7 @@
-#include "base/cuda_check.h"
+#include "base/cuda_launch.h"
 #include "base/numeric.h"
 #include "kernels/sm90/outside.h"
+#include "ptx/grid.h"
 
 namespace mxattn::kernels::sm90 {
 namespace {
@@ -9,11 +10,13 @@ constexpr int kThreads = 256;
 constexpr int kPiece = 8;  // BF16 elements of a 16-byte store
 
 __global__ void __launch_bounds__(kThreads) outside_kernel(const OutsideArgs args) {
-  const std::int64_t begin = *args.end;
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const std::int64_t threads = std::int64_t{gridDim.x} * kThreads;
-  for (const TensorView<std::uint16_t>& x : args.tensors) {
+  for (const auto& [x, end] : args.rows) {
     if (x.data == nullptr) continue;
+    const std::int64_t begin = *end;
     const bool aligned = reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 and
                          x.token_stride % kPiece == 0 and x.head_stride % kPiece == 0;
     const int pieces = x.dim / kPiece;
@@ -30,6 +33,7 @@ __global__ void __launch_bounds__(kThreads) outside_kernel(const OutsideArgs arg
     }
   }
   if (args.lse == nullptr) return;
+  const std::int64_t begin = *args.rows[0].end;
   const std::int64_t rows = args.total - begin;
   for (std::int64_t i = thread; i < rows * args.heads; i += threads) {
     const std::int64_t at = i / rows * args.total + begin + i % rows;
@@ -42,8 +46,8 @@ __global__ void __launch_bounds__(kThreads) outside_kernel(const OutsideArgs arg
 }  // namespace
 
 void fill_outside(const OutsideArgs& args, int num_ctas, cudaStream_t stream) {
-  outside_kernel<<<num_ctas, kThreads, 0, stream>>>(args);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+  launch_overlapping(outside_kernel, dim3(static_cast<unsigned>(num_ctas)), kThreads, 0, stream,
+                     args);
 }
 
 }  // namespace mxattn::kernels::sm90

@@ -9,11 +9,15 @@
 
 namespace mxattn::kernels::sm90 {
 
-/// What to write from row *end on: zeros into the tensors (those with data), and into the row
-/// statistics (heads, total), where there are any, what a row that sees no key has.
+/// What to write behind the last document: zeros into the tensors (those with data), and into the
+/// row statistics (heads, total) of the first one, where there are any, what a row that sees no key
+/// has.
 struct OutsideArgs {
-  const std::int32_t* end = nullptr;  // device: the last entry of cu_seqlens
-  TensorView<std::uint16_t> tensors[2];
+  struct Rows {
+    TensorView<std::uint16_t> tensor;
+    const std::int32_t* end = nullptr;  // device: the last entry of its cu_seqlens
+  };
+  Rows rows[3];
   float* lse = nullptr;
   std::int32_t* row_reference = nullptr;
   float* row_sum = nullptr;

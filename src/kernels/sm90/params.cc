@@ -43,10 +43,10 @@ void fill_pass(const DeviceProblem& device, const DeviceCall& call, const State&
 /// copies, of which each pass has its own.
 BackwardParams backward_params(const DeviceProblem& device, const DeviceCall& call,
                                const BackwardArgs& args, const BackwardWorkspace& workspace,
-                               const DeviceList& list, int query_box) {
+                               const DeviceList& list, int* next_item, int query_box) {
   const State& state = args.state;
   BackwardParams params;
-  fill_pass(device, call, state, list, workspace.next_item, params);
+  fill_pass(device, call, state, list, next_item, params);
   params.q = rows_map(state.q, query_box);
   params.g = rows_map(workspace.g, query_box);
   params.k = rows_map(state.k, stages::kKeyTile);
@@ -89,7 +89,8 @@ ForwardParams forward_params(const DeviceProblem& device, const DeviceCall& call
 BackwardParams dkv_params(const DeviceProblem& device, const DeviceCall& call,
                           const BackwardArgs& args, const BackwardWorkspace& workspace,
                           const DeviceList& list) {
-  BackwardParams params = backward_params(device, call, args, workspace, list, stages::kQueryStep);
+  BackwardParams params = backward_params(device, call, args, workspace, list,
+                                          workspace.next_dkv_item, stages::kQueryStep);
   params.q_transposed = columns_map(args.state.q, workspace.q_transposed, stages::kQueryStep);
   params.g_transposed = columns_map(workspace.g, workspace.g_transposed, stages::kQueryStep);
   return params;
@@ -98,7 +99,8 @@ BackwardParams dkv_params(const DeviceProblem& device, const DeviceCall& call,
 BackwardParams dq_params(const DeviceProblem& device, const DeviceCall& call,
                          const BackwardArgs& args, const BackwardWorkspace& workspace,
                          const DeviceList& list) {
-  BackwardParams params = backward_params(device, call, args, workspace, list, stages::kQueryTile);
+  BackwardParams params = backward_params(device, call, args, workspace, list,
+                                          workspace.next_dq_item, stages::kQueryTile);
   params.k_transposed = columns_map(args.state.k, workspace.k_transposed, stages::kKeyTile);
   return params;
 }

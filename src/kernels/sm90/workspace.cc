@@ -73,20 +73,23 @@ std::int64_t look_back_words(const DeviceProblem& problem) {
          2 * cuda::quantize_scratch_words(problem.problem.heads_k, problem.k_slots());
 }
 
-QuantizeWorkspace::QuantizeWorkspace(Carver& carver, const DeviceProblem& problem) {
-  look_back = carver.take<std::uint32_t>(look_back_words(problem));
-}
+ClearedWorkspace::ClearedWorkspace(Carver& carver, std::int64_t num_words)
+    : words(carver.take<std::uint32_t>(num_words)), count(num_words) {}
 
 ForwardWorkspace::ForwardWorkspace(Carver& carver, const DeviceProblem& problem)
-    : quantize(carver, problem) {
+    : cleared(carver, 1 + look_back_words(problem)),
+      next_item(reinterpret_cast<int*>(cleared.words)),
+      look_back(cleared.words + 1) {
   const std::int64_t k_rows = problem.problem.heads_k * problem.k_slots();
   v_transposed = carver.take<std::uint8_t>(k_rows * problem.problem.dim);
   list = carve_list(carver, problem, plan::Pass::kForward);
   list_scratch = carver.take<std::uint8_t>(list_scratch_bytes(problem));
-  next_item = carver.take<int>(1);
 }
 
-BackwardWorkspace::BackwardWorkspace(Carver& carver, const DeviceProblem& problem) {
+BackwardWorkspace::BackwardWorkspace(Carver& carver, const DeviceProblem& problem)
+    : cleared(carver, 2),
+      next_dkv_item(reinterpret_cast<int*>(cleared.words)),
+      next_dq_item(next_dkv_item + 1) {
   const int dim = problem.problem.dim;
   const std::int64_t q_rows = problem.problem.heads_q * problem.q_slots();
   const std::int64_t k_rows = problem.problem.heads_k * problem.k_slots();
@@ -110,7 +113,6 @@ BackwardWorkspace::BackwardWorkspace(Carver& carver, const DeviceProblem& proble
   dkv_list = carve_list(carver, problem, plan::Pass::kDkv);
   dq_list = carve_list(carver, problem, plan::Pass::kDq);
   list_scratch = carver.take<std::uint8_t>(list_scratch_bytes(problem));
-  next_item = carver.take<int>(1);
 }
 
 }  // namespace mxattn::kernels::sm90

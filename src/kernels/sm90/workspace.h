@@ -23,26 +23,31 @@ DeviceLists carve_lists(Carver& carver, const DeviceProblem& problem);
 /// What building any of the lists needs besides.
 std::int64_t list_scratch_bytes(const DeviceProblem& problem);
 
+/// What a call sets to 0 before its first kernel.
+struct ClearedWorkspace {
+  std::uint32_t* words;
+  std::int64_t count;
+
+  ClearedWorkspace(Carver& carver, std::int64_t num_words);
+};
+
 /// What the quantiser of Q, K and V needs cleared.
 std::int64_t look_back_words(const DeviceProblem& problem);
 
-struct QuantizeWorkspace {
-  std::uint32_t* look_back;  // look_back_words()
-
-  QuantizeWorkspace(Carver& carver, const DeviceProblem& problem);
-};
-
 struct ForwardWorkspace {
-  QuantizeWorkspace quantize;
+  ClearedWorkspace cleared;
+  int* next_item;
+  std::uint32_t* look_back;    // look_back_words()
   std::uint8_t* v_transposed;  // (heads_k, d, k_slots)
   DeviceList list;
   std::uint8_t* list_scratch;
-  int* next_item;
 
   ForwardWorkspace(Carver& carver, const DeviceProblem& problem);
 };
 
 struct BackwardWorkspace {
+  ClearedWorkspace cleared;
+  int *next_dkv_item, *next_dq_item;
   std::uint8_t* q_transposed;    // (heads_q, d, q_slots)
   std::uint8_t* k_transposed;    // (heads_k, d, k_slots)
   std::int8_t* v_running_norms;  // (heads_k, k_slots)
@@ -55,7 +60,6 @@ struct BackwardWorkspace {
   float4* sums;                   // kSumBytesPerCta a multiprocessor
   DeviceList dkv_list, dq_list;
   std::uint8_t* list_scratch;
-  int* next_item;
 
   BackwardWorkspace(Carver& carver, const DeviceProblem& problem);
 };

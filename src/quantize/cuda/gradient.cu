@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/division.h"
+#include "ptx/grid.h"
 #include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
@@ -194,6 +195,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     gradient_kernel(const __grid_constant__ GradientArgs args, ExponentRule rule, Order order,
                     bool dout_aligned, bool out_aligned) {
   __shared__ Shared<L> shared;
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
@@ -326,10 +329,9 @@ void prepare_gradient(const Recipe& recipe, const GradientArgs& args, int multip
     order.runs = ((order.heads - 1) >> order.run_bits) + 1;
     const auto ctas =
         static_cast<unsigned>(std::min<std::int64_t>(std::int64_t{order.tiles} * order.runs, most));
-    gradient_kernel<L><<<ctas, kThreads, 0, stream>>>(args, recipe.exponent_rule, order,
-                                                      args.dout.has_aligned_rows(),
-                                                      args.out.has_aligned_rows());
-    MXATTN_CUDA_CHECK(cudaGetLastError());
+    launch_overlapping(gradient_kernel<L>, dim3(ctas), kThreads, 0, stream, args,
+                       recipe.exponent_rule, order, args.dout.has_aligned_rows(),
+                       args.out.has_aligned_rows());
   });
 }
 

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "base/cuda_check.h"
+#include "base/cuda_launch.h"
 #include "base/error.h"
 #include "quantize/cuda/tile.cuh"
 

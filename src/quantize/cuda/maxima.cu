@@ -4,6 +4,7 @@
 // begin at multiples of 16 slots, so what is asked for consists of whole groups of 16 slots and the
 // beginning of a group: maxima up to each token inside its group, and over the last 1, 2, 4, ...
 // groups, two of which cover any number of them.
+#include "ptx/grid.h"
 #include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
@@ -27,6 +28,8 @@ union Bytes {
 __global__ void __launch_bounds__(kGroups)
     chunk_maxima_kernel(const __grid_constant__ ChunkMaximaArgs args) {
   __shared__ std::int8_t levels[kLevels][kGroups];  // maxima of the last 2^level groups
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
   const int group = threadIdx.x;
   const int slots = static_cast<int>(args.slots);
   const int slot = (static_cast<int>(blockIdx.x) - 1) * kRegion + group * kGroup;
@@ -80,8 +83,7 @@ void make_chunk_maxima(const ChunkMaximaArgs& args, cudaStream_t stream) {
   if (args.slots == 0) return;
   const dim3 grid(static_cast<unsigned>((args.slots + kRegion - 1) / kRegion),
                   static_cast<unsigned>(args.heads));
-  chunk_maxima_kernel<<<grid, kGroups, 0, stream>>>(args);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+  launch_overlapping(chunk_maxima_kernel, grid, kGroups, 0, stream, args);
 }
 
 }  // namespace mxattn::cuda

@@ -9,6 +9,7 @@
 // before it publishes, so the first unfinished item never waits.
 #include <algorithm>
 
+#include "ptx/grid.h"
 #include "quantize/cuda/items.cuh"
 #include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
@@ -199,6 +200,8 @@ template <class L, class C>
 __global__ void __launch_bounds__(kThreads, C::kCtas)
     quantize_kernel(const __grid_constant__ Batch batch, ExponentRule rule) {
   __shared__ Shared<L> shared;
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
@@ -371,7 +374,8 @@ void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::ui
     };
     while (batch.ticket_bits < kMaxTicketBits and fits(batch.ticket_bits + 1)) ++batch.ticket_bits;
     const auto ctas = static_cast<unsigned>(std::min(items >> batch.ticket_bits, most));
-    quantize_kernel<L, C><<<ctas, kThreads, 0, stream>>>(batch, recipe.exponent_rule);
+    launch_overlapping(quantize_kernel<L, C>, dim3(ctas), kThreads, 0, stream, batch,
+                       recipe.exponent_rule);
   };
   switch (recipe.scale_group) {
     case ScaleGroup::kRunning:
@@ -387,7 +391,6 @@ void launch(const Recipe& recipe, std::span<const QuantizeArgs> tensors, std::ui
     case ScaleGroup::kTensor:
       MXATTN_CHECK(false, "no exponents for groups of tokens");
   }
-  MXATTN_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Scales of the dK/dV pass (stages::ChunkScales) for every query tile, from bytes a token.
+#include "ptx/grid.h"
 #include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
@@ -64,6 +65,8 @@ __device__ __forceinline__ void find_maxima(const ScalesArgs& args, int head, in
 /// Maxima over the tokens of each query tile. A warp for the tiles that start in as many slots as a
 /// tile has: one, unless documents are short.
 __global__ void tile_maxima_kernel(const ScalesArgs args) {
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
   const int warp = static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
   const int end = min((warp + 1) * stages::kQueryTile, static_cast<int>(args.slots));
   Span span{};
@@ -86,6 +89,8 @@ __device__ __forceinline__ std::int32_t spread(std::int32_t value, bool live, st
 /// for a chunk of those in turn, which has at most 16 tiles.
 __global__ void __launch_bounds__(32 * kChunkWarps) tile_scales_kernel(const ScalesArgs args) {
   __shared__ TileScales last[kChunkWarps];  // those of the last tile with gradients, if `live`
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
   const int document = blockIdx.x;
   const int warp = threadIdx.x / 32;
   const int head = blockIdx.y;
@@ -147,11 +152,10 @@ void make_tile_scales(const ScalesArgs& args, cudaStream_t stream) {
   constexpr int kWarps = 4;
   const int tiles = static_cast<int>((args.slots + stages::kQueryTile - 1) / stages::kQueryTile);
   if (tiles == 0) return;
-  tile_maxima_kernel<<<dim3((tiles + kWarps - 1) / kWarps, args.heads), 32 * kWarps, 0, stream>>>(
-      args);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
-  tile_scales_kernel<<<dim3(args.num_documents, args.heads), 32 * kChunkWarps, 0, stream>>>(args);
-  MXATTN_CUDA_CHECK(cudaGetLastError());
+  launch_overlapping(tile_maxima_kernel, dim3((tiles + kWarps - 1) / kWarps, args.heads),
+                     32 * kWarps, 0, stream, args);
+  launch_overlapping(tile_scales_kernel, dim3(args.num_documents, args.heads), 32 * kChunkWarps, 0,
+                     stream, args);
 }
 
 }  // namespace mxattn::cuda

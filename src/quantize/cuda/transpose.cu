@@ -1,4 +1,5 @@
 // Transposed copies of codes that are there already: what the backward makes of Q and K.
+#include "ptx/grid.h"
 #include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
@@ -19,6 +20,8 @@ template <class L>
 __global__ void __launch_bounds__(kThreads, 6)
     transpose_kernel(const __grid_constant__ Batch batch) {
   __shared__ CodeTile<L, kTiles> tile;
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
   constexpr int kSlots = kTiles * L::kSlots;
   int index = 0, begin = 0;
   const int item = blockIdx.x;
@@ -69,8 +72,8 @@ void transpose_codes(std::span<const Transposition> operands, cudaStream_t strea
       batch.ends[i] = batch.items;
     }
     if (batch.items == 0) return;
-    transpose_kernel<L><<<static_cast<unsigned>(batch.items), kThreads, 0, stream>>>(batch);
-    MXATTN_CUDA_CHECK(cudaGetLastError());
+    launch_overlapping(transpose_kernel<L>, dim3(static_cast<unsigned>(batch.items)), kThreads, 0,
+                       stream, batch);
   });
 }
 

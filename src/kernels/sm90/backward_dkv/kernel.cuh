@@ -26,6 +26,7 @@
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
+#include "ptx/grid.h"
 #include "ptx/wgmma.h"
 #include "recipe/stages.h"
 #include "tile/fragment.h"
@@ -417,6 +418,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     dkv_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
+  ptx::launch_dependents();
   if (threadIdx.x == 0) {
     shared.work_ring.initialise(128 * Config::kConsumers + 32 * Config::kStatsWarps);
     shared.key_ring.initialise(4 * Config::kConsumers);
@@ -431,6 +433,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   ptx::fence_proxy_async_shared();
   __syncthreads();
+  ptx::wait_on_dependencies();
 
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {

@@ -23,6 +23,7 @@
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
 #include "ptx/copy.h"
+#include "ptx/grid.h"
 #include "tile/ring.h"
 
 namespace mxattn::kernels::sm90::forward {
@@ -267,6 +268,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
 
+  ptx::launch_dependents();
   // The columns of ones behind every V^T tile; equal bytes need no swizzle.
   for (int i = threadIdx.x; i < Config::kStages * 8 * kKeyTile / 4; i += Config::kThreads) {
     auto& stage = shared.stages[i / (8 * kKeyTile / 4)];
@@ -283,6 +285,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   ptx::fence_proxy_async_shared();
   __syncthreads();
+  ptx::wait_on_dependencies();
 
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
