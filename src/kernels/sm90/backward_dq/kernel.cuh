@@ -85,7 +85,7 @@ __device__ __forceinline__ void load_last_keys(const BackwardParams& params, con
   const Document& d = work.document;
   const Range seen = in_chunk(visible_keys(params.mask, d.q_len, d.k_len, work.item.first), chunk);
   const int begin = max(seen.end - 1, 0) / stages::kSlotAlignment * stages::kSlotAlignment;
-  const std::int64_t offset = work.key_head * params.k_slots + d.k_slot + begin;
+  const std::int64_t offset = key_offset(params, work, begin);
   // Of the document only: nobody writes the tables of slots behind its last group.
   const int end =
       (d.k_len + stages::kSlotAlignment - 1) / stages::kSlotAlignment * stages::kSlotAlignment;
@@ -142,82 +142,76 @@ __device__ void load_items(const BackwardParams& params, SharedStorage<Config>& 
   }
 }
 
+/// One thread: fills the stage of a block with rows of tile `next`, unless the item ends before it,
+/// and the transpose of the tile before, unless it begins with `next`.
+template <class Config>
+__device__ __forceinline__ void load_block(const BackwardParams& params,
+                                           SharedStorage<Config>& shared, std::uint32_t block,
+                                           const Work& work, int next, std::uint32_t facts) {
+  const int at = block % Config::kStages;
+  auto& stage = shared.stages[at];
+  const std::uint32_t full = shared.operand_ring.full_at(at);
+  const bool rows = next < work.visits.end;
+  const bool transposes = next > work.visits.begin;
+  const int slot = static_cast<int>(work.document.k_slot) + next * kKeyTile;
+  shared.facts[at] = facts;
+  ptx::mbarrier_expect(full, (rows ? sizeof(stage.k) + sizeof(stage.v) : 0) +
+                                 (transposes ? sizeof(stage.k_transposed) : 0));
+  if (rows) {
+    ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot, work.key_head, full);
+    ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot, work.key_head, full);
+  }
+  if (transposes) {
+    ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed,
+                        slot - kKeyTile, 0, work.key_head, full);
+  }
+  const int exponents_slot = TileFacts::slot(facts);
+  if (rows and TileFacts::phase(facts, 0) == Phase::kGeneral) {
+    const std::int64_t offset = key_offset(params, work, next * kKeyTile);
+    const std::uint32_t bytes = slots_within(kKeyTile, offset, params.heads_k * params.k_slots);
+    ptx::mbarrier_expect(full, 2 * bytes);
+    ptx::copy_bulk(ptx::shared_address(shared.ek[exponents_slot]), params.k_exponents + offset,
+                   bytes, full);
+    ptx::copy_bulk(ptx::shared_address(shared.ev[exponents_slot]), params.v_exponents + offset,
+                   bytes, full);
+  }
+  if (rows and begins_chunk(work, next)) {
+    load_last_keys<Config>(params, work, stages::chunk_of(next * kKeyTile),
+                           shared.last_keys[exponents_slot], full);
+  }
+  ptx::mbarrier_arrive(full);
+}
+
 /// The operands of every block: one thread. Where tables are not monotone a warp, whose other lanes
 /// help to look at exponents.
+///
+/// NOTE: with 24 registers little may live from a tile to the next or across a wait: a count of
+/// blocks instead of a place in the ring, and what an item is read from shared memory again.
 template <class Config>
 __device__ void load_operands(const BackwardParams& params, SharedStorage<Config>& shared) {
-  tile::RingPosition<Config::kStages> at;
   const bool leads = Config::kMonotone or threadIdx.x % 32 == 0;
+  std::uint32_t block = 0;                 // of the CTA's
   for (std::uint32_t item = 0;; ++item) {  // of the CTA's
     const auto work_at = tile::RingPosition<kWorkSlots>::after(item);
     shared.work_ring.wait_full(work_at);
     const Work& work = shared.work[work_at.stage];
     if (work.last) return;
-    const Document& d = work.document;
-    const Range(&whole)[2] = shared.whole[work_at.stage];
     std::uint32_t facts = 0;  // of the tile whose rows were loaded last
-    const int first = work.visits.empty() ? work.visits.end : work.visits.begin - 1;
-    for (int t = first; t < work.visits.end; ++t) {
-      // Rows of tile t + 1, transpose of tile t.
-      const int next = t + 1;
-      const bool rows = next < work.visits.end;
-      const bool transposes = t >= work.visits.begin;
-      const int slot = static_cast<int>(d.k_slot) + t * kKeyTile;
-      const int exponents_slot = at.stage + Config::kStages * static_cast<int>(at.parity);
-      std::int64_t offset = 0;
-      std::uint32_t bytes = 0;  // of exponents
-      const int chunk = stages::chunk_of(next * kKeyTile);
-      const bool begins =
-          rows and (next == work.visits.begin or next * kKeyTile == stages::chunk_begin(chunk));
-      if (rows) {
-        offset = work.key_head * params.k_slots + slot + kKeyTile;
-        const int keys = min(kKeyTile, d.k_len - next * kKeyTile);
-        const bool uniform_k = is_uniform<Config>(params.k_exponents + offset, keys);
-        const bool uniform_v = is_uniform<Config>(params.v_exponents + offset, keys);
-        const bool uniform = uniform_k and uniform_v;
-        const auto phase = [&](Range seen) {
-          return not uniform           ? Phase::kGeneral
-                 : seen.contains(next) ? Phase::kPlain
-                                       : Phase::kMasked;
-        };
+    int next = work.visits.empty() ? work.visits.end + 1 : work.visits.begin;
+    for (; next <= work.visits.end; ++next, ++block) {
+      if (next < work.visits.end) {
         const std::uint32_t before = facts;
-        facts = TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset],
-                                phase(whole[0]), phase(whole[1]), exponents_slot);
+        facts = facts_of_tile<Config>(params, work, shared.whole[work_at.stage], next,
+                                      block % (2 * Config::kStages));
         const bool others = ((facts ^ before) & TileFacts::kExponents) != 0;
-        if (next != work.visits.begin and (begins or next % 8 == 7 or others)) {
+        if (next != work.visits.begin and (begins_chunk(work, next) or next % 8 == 7 or others)) {
           facts |= TileFacts::kRare;
         }
-        if (not uniform) bytes = slots_within(kKeyTile, offset, params.heads_k * params.k_slots);
       }
       if (leads) {
-        shared.operand_ring.wait_empty(at);
-        auto& stage = shared.stages[at.stage];
-        const std::uint32_t full = shared.operand_ring.full_at(at.stage);
-        shared.facts[at.stage] = facts;
-        ptx::mbarrier_expect(full, (rows ? sizeof(stage.k) + sizeof(stage.v) + 2 * bytes : 0) +
-                                       (transposes ? sizeof(stage.k_transposed) : 0));
-        if (rows) {
-          ptx::copy_tensor_3d(ptx::shared_address(stage.k), &params.k, 0, slot + kKeyTile,
-                              work.key_head, full);
-          ptx::copy_tensor_3d(ptx::shared_address(stage.v), &params.v, 0, slot + kKeyTile,
-                              work.key_head, full);
-          if (bytes > 0) {
-            ptx::copy_bulk(ptx::shared_address(shared.ek[exponents_slot]),
-                           params.k_exponents + offset, bytes, full);
-            ptx::copy_bulk(ptx::shared_address(shared.ev[exponents_slot]),
-                           params.v_exponents + offset, bytes, full);
-          }
-        }
-        if (transposes) {
-          ptx::copy_tensor_3d(ptx::shared_address(stage.k_transposed), &params.k_transposed, slot,
-                              0, work.key_head, full);
-        }
-        if (begins) {
-          load_last_keys<Config>(params, work, chunk, shared.last_keys[exponents_slot], full);
-        }
-        ptx::mbarrier_arrive(full);
+        shared.operand_ring.wait_empty(tile::RingPosition<Config::kStages>::after(block));
+        load_block<Config>(params, shared, block, work, next, facts);
       }
-      at.advance();
     }
     if constexpr (not Config::kMonotone) __syncwarp();
     if (leads) ptx::mbarrier_arrive(shared.work_ring.empty_at(work_at.stage));

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 
+#include "kernels/sm90/backward.h"
 #include "kernels/sm90/backward_steps.h"
 #include "kernels/sm90/tile_facts.h"
+#include "kernels/sm90/work.h"
 #include "pack/pack.h"
 #include "recipe/stages.h"
 
@@ -75,6 +77,35 @@ __device__ __forceinline__ bool is_uniform(const std::int8_t* exponents, int cou
            (first + 2 >= count or own.z == e) and (first + 3 >= count or own.w == e);
   }
   return __all_sync(0xFFFFFFFFu, same);
+}
+
+/// Where a key of the item's document stands in tables of keys.
+__device__ __forceinline__ std::int64_t key_offset(const BackwardParams& params, const Work& work,
+                                                   int key) {
+  return work.key_head * params.k_slots + work.document.k_slot + key;
+}
+
+/// Whether what r_i takes from a chunk's keys is due with the rows of a tile of the item.
+__device__ __forceinline__ bool begins_chunk(const Work& work, int tile) {
+  const int key = tile * kKeyTile;
+  return tile == work.visits.begin or key == stages::chunk_begin(stages::chunk_of(key));
+}
+
+/// TileFacts of a tile, but for what is rare. Where tables are not monotone a whole warp asks.
+template <class Config>
+__device__ __forceinline__ std::uint32_t facts_of_tile(const BackwardParams& params,
+                                                       const Work& work, const Range (&whole)[2],
+                                                       int tile, int exponents_slot) {
+  const std::int64_t offset = key_offset(params, work, tile * kKeyTile);
+  const int keys = min(kKeyTile, work.document.k_len - tile * kKeyTile);
+  const bool uniform_k = is_uniform<Config>(params.k_exponents + offset, keys);
+  const bool uniform_v = is_uniform<Config>(params.v_exponents + offset, keys);
+  const bool uniform = uniform_k and uniform_v;
+  const auto phase = [&](Range seen) {
+    return not uniform ? Phase::kGeneral : seen.contains(tile) ? Phase::kPlain : Phase::kMasked;
+  };
+  return TileFacts::pack(params.k_exponents[offset], params.v_exponents[offset], phase(whole[0]),
+                         phase(whole[1]), exponents_slot);
 }
 
 }  // namespace mxattn::kernels::sm90::dq
