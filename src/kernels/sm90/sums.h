@@ -38,31 +38,35 @@ struct Sums {
   __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],
                                          bool started) const {
     if (started) {
-      float4 held[kPieces];  // all loads first
+      // All loads first, from shared memory those of a half: it takes registers.
+      constexpr int kAtOnce = kPlace == SumPlace::kShared ? kPieces / 2 : kPieces;
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) {
-        // NOTE: past L1, which does not see what L2 adds.
-        held[p] = kPlace == SumPlace::kGlobal ? __ldcg(&at(p)) : at(p);
+      for (int first = 0; first < kPieces; first += kAtOnce) {
+        if (first > 0) __syncwarp();  // keeps the halves apart
+        float4 held[kAtOnce];
+#pragma unroll
+        for (int p = 0; p < kAtOnce; ++p) {
+          // NOTE: past L1, which does not see what L2 adds.
+          held[p] = kPlace == SumPlace::kGlobal ? __ldcg(&at(first + p)) : at(first + p);
+        }
+#pragma unroll
+        for (int p = 0; p < kAtOnce; ++p) add_to(partial, first + p, held[p], scale);
       }
-      add_to(partial, scale, [&](int p) { return held[p]; });
     } else {
-      add_to(partial, scale, [&](int) { return float4{0, 0, 0, 0}; });
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) add_to(partial, p, float4{0, 0, 0, 0}, scale);
     }
     if constexpr (kPlace == SumPlace::kShared) __syncwarp();
   }
 
  private:
-  template <class SumOf>
-  __device__ __forceinline__ static void add_to(float (&partial)[kRegisters],
-                                                const float (&scale)[2], const SumOf& sum_of) {
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const float4 s = added(sum_of(p), partial + 4 * p, scale);
-      partial[4 * p] = s.x;
-      partial[4 * p + 1] = s.y;
-      partial[4 * p + 2] = s.z;
-      partial[4 * p + 3] = s.w;
-    }
+  __device__ __forceinline__ static void add_to(float (&partial)[kRegisters], int p,
+                                                const float4& sum, const float (&scale)[2]) {
+    const float4 s = added(sum, partial + 4 * p, scale);
+    partial[4 * p] = s.x;
+    partial[4 * p + 1] = s.y;
+    partial[4 * p + 2] = s.z;
+    partial[4 * p + 3] = s.w;
   }
   __device__ __forceinline__ float4& at(int piece) const {
     return sums[piece * 32 + threadIdx.x % 32];
