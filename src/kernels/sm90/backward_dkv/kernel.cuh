@@ -60,8 +60,9 @@ struct alignas(1024) SharedStorage {
   float4 sums[Config::kConsumers][4][Config::kWarpFloat4s];
   StepStats stats[Config::kStatsStages];  // what phase i reads
   KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
-  ScalesNow scales[Config::kConsumers][4];  // of each warp, for itself
-  Work work[kWorkSlots];                    // items at hand and ahead
+  ScalesNow scales[Config::kConsumers][4];   // of each warp, for itself
+  Range block_steps[Config::kConsumers][4];  // DsScale::kRow: of each warp, steps_of_block
+  Work work[kWorkSlots];                     // items at hand and ahead
   tile::RingBarriers<kWorkSlots> work_ring;
   tile::RingBarriers<1> key_ring;  // K and V
   tile::RingBarriers<Config::kStages> operand_ring;
@@ -295,6 +296,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       keys[0] = own[0];
       keys[8] = own[1];
     }
+    if (Config::kRowScale and leader) {
+      shared.block_steps[consumer][warp] = steps_of_block(params.mask, d, first_key + 16 * warp);
+    }
     __syncwarp();
     for (; i < total; ++i) {
       const Phase phase = StepFacts::phase(flags, consumer);
@@ -357,13 +361,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       if constexpr (Config::kRowScale) {
         const Exponent r = exponent_of(shared.stats[stats_at.stage].facts.r);
         encode_by_row(dp, codes.largest, {r, r}, codes.ds, dk_scale);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (not block_sees_step(params.mask, d, first_key + tile::fragment_row(thread, h),
-                                  step)) {
-            dk_scale[h] = 0.0f;
-          }
-        }
+        // Both ends at once: a branch between them takes a register.
+        const Range steps = shared.block_steps[consumer][warp];
+        if (step < steps.begin or step >= steps.end) dk_scale[0] = dk_scale[1] = 0.0f;
       }
       if constexpr (Config::kDumpCodes) {
         const int head = work.item.head * params.queries_per_key_head + i / work.visits.size();

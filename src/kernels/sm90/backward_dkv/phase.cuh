@@ -158,16 +158,15 @@ __device__ __forceinline__ void dump_codes(const BackwardParams& params, const D
   put(params.dump.ds_dkv, codes.ds);
 }
 
-/// DsScale::kRow: whether any of the 32 keys that the CPU takes at once sees a query of the step.
-/// Only then does the step add to their dK; it matters where the scale is NaN.
-__device__ __forceinline__ bool block_sees_step(const Mask& mask, const Document& d, int key,
-                                                int step) {
+/// DsScale::kRow: steps of which any of the 32 keys that the CPU takes at once, `key` among them,
+/// may see a query. Only these add to their dK; it matters where the scale is NaN.
+__device__ __forceinline__ Range steps_of_block(const Mask& mask, const Document& d, int key) {
   constexpr int kBlock = 32;
   const int first = key / kBlock * kBlock;
-  if (first >= d.k_len) return false;
+  if (first >= d.k_len) return {0, 0};
   const int last = min(first + kBlock, d.k_len) - 1;
-  return visible_queries(mask, d.q_len, d.k_len, first).begin < (step + 1) * kQueryStep and
-         visible_queries(mask, d.q_len, d.k_len, last).end > step * kQueryStep;
+  return {visible_queries(mask, d.q_len, d.k_len, first).begin / kQueryStep,
+          (visible_queries(mask, d.q_len, d.k_len, last).end + kQueryStep - 1) / kQueryStep};
 }
 
 }  // namespace mxattn::kernels::sm90::dkv
