@@ -19,6 +19,13 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+/// 1 / x, at most 1 ulp, subnormal inputs and results flushed to 0. PTX ISA 9.7.3.13 rcp.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// Larger and smaller of two; NaN if either is. PTX ISA 9.7.3.11 max, 9.7.3.12 min.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;

@@ -131,55 +131,70 @@ class WarpRows {
   float* floats_;
 };
 
-/// Writes the rows of a warp's accumulator: rows [first, first + 16) of the tokens from `token`,
-/// those below `end` only. `staging` is 16 x kDim elements of shared memory of this warp; 16 lanes
-/// write a row in 16-byte pieces where the tensor allows it.
+/// Sixteen rows of a finished accumulator as BF16 in shared memory of their warp, on their way to
+/// global memory. 16-byte pieces of a row are permuted by exclusive or with the row modulo 8, so
+/// that neither way collides in a bank. Where a row, or a piece, is a sum of bits that a lane has
+/// and of others, its address is the lane's with those bits flipped.
 template <int kDim>
-__device__ __forceinline__ void store_warp_rows(const float (&x)[kDim / 2], std::uint16_t* staging,
-                                                const TensorView<std::uint16_t>& out, int head,
-                                                std::int64_t token, int first, int end) {
-  constexpr int kRowBytes = 2 * kDim;
-  constexpr int kPieces = kRowBytes / 16;
-  const int lane = threadIdx.x % 32;
-  const std::uint32_t base = ptx::shared_address(staging);
-  const auto offset_of = [](int row, int piece) {
-    return static_cast<std::uint32_t>(row * kRowBytes + ((piece ^ (row & 7)) << 4));
-  };
-#pragma unroll
-  for (int b = 0; b < kDim / 8; b += 2) {
-    const int row = lane % 8 + 8 * ((lane / 8) & 1);
-    ptx::store_matrix_x4(
-        base + offset_of(row, b + lane / 16), ptx::to_bf16x2(x[4 * b], x[4 * b + 1]),
-        ptx::to_bf16x2(x[4 * b + 2], x[4 * b + 3]), ptx::to_bf16x2(x[4 * b + 4], x[4 * b + 5]),
-        ptx::to_bf16x2(x[4 * b + 6], x[4 * b + 7]));
+class StagedRows {
+ public:
+  /// `staging`: 16 x kDim elements, aligned to 128 bytes.
+  __device__ __forceinline__ StagedRows(std::uint16_t* staging, int lane)
+      : staging_(reinterpret_cast<const char*>(staging)),
+        lane_(lane),
+        to_(ptx::shared_address(staging) + offset_of(lane % 16, lane / 16)) {}
+
+  /// Columns 16 i .. 16 i + 15: four registers of pairs.
+  __device__ __forceinline__ void put(int i, const std::uint32_t (&pairs)[4]) const {
+    const int piece = 2 * i;
+    ptx::store_matrix_x4((to_ ^ (piece % 8) << 4) + (piece / 8 * 8 << 4), pairs[0], pairs[1],
+                         pairs[2], pairs[3]);
   }
-  __syncwarp();
-  const bool aligned = out.has_aligned_rows();
-  // A lane has one piece of every kRowsAtOnce-th row.
-  constexpr int kRowsAtOnce = 32 / kPieces;
-  const int piece = lane % kPieces;
-  const int first_row = lane / kPieces;
-  const int rows = end - first - first_row;  // of the lane's own and those behind it
-  const std::int64_t step = kRowsAtOnce * out.token_stride;
-  std::uint16_t* to = out.row(token + first + first_row, head) + 8 * piece;
-  const auto piece_of = [&](int row) {
-    return reinterpret_cast<const char*>(staging) + offset_of(first_row + row, piece);
-  };
-  if (aligned) {
+
+  /// Writes them: rows [first, first + 16) of the tokens from `token`, those below `end` only. All
+  /// lanes of a row write it in 16-byte pieces where the tensor allows it.
+  __device__ __forceinline__ void store(const TensorView<std::uint16_t>& out, int head,
+                                        std::int64_t token, int first, int end) const {
+    __syncwarp();
+    // A lane has one piece of every kRowsAtOnce-th row.
+    constexpr int kRowsAtOnce = 32 / kPieces;
+    const int piece = lane_ % kPieces;
+    const int first_row = lane_ / kPieces;
+    const int rows = end - first - first_row;  // of the lane's own and those behind it
+    const std::int64_t step = kRowsAtOnce * out.token_stride;
+    std::uint16_t* to = out.row(token + first + first_row, head) + 8 * piece;
+    const std::uint32_t from = offset_of(first_row, piece);
+    const auto piece_of = [&](int row) {
+      return staging_ + ((from ^ (row & 7) << 4) + row * kRowBytes);
+    };
+    if (out.has_aligned_rows()) {
 #pragma unroll
-    for (int row = 0; row < 16; row += kRowsAtOnce, to += step) {
-      // The load is not under the condition, so that no load waits for the store before it.
-      const uint4 whole = *reinterpret_cast<const uint4*>(piece_of(row));
-      if (row < rows) *reinterpret_cast<uint4*>(to) = whole;
-    }
-  } else {
+      for (int row = 0; row < 16; row += kRowsAtOnce, to += step) {
+        // The load is not under the condition, so that no load waits for the store before it.
+        const uint4 whole = *reinterpret_cast<const uint4*>(piece_of(row));
+        if (row < rows) *reinterpret_cast<uint4*>(to) = whole;
+      }
+    } else {
 #pragma unroll 1
-    for (int row = 0; row < min(rows, 16); row += kRowsAtOnce, to += step) {
-      const auto* const from = reinterpret_cast<const std::uint16_t*>(piece_of(row));
-      for (int e = 0; e < 8; ++e) to[e] = from[e];
+      for (int row = 0; row < min(rows, 16); row += kRowsAtOnce, to += step) {
+        const auto* const elements = reinterpret_cast<const std::uint16_t*>(piece_of(row));
+        for (int e = 0; e < 8; ++e) to[e] = elements[e];
+      }
     }
+    __syncwarp();
   }
-  __syncwarp();
-}
+
+ private:
+  static constexpr int kRowBytes = 2 * kDim;
+  static constexpr int kPieces = kRowBytes / 16;
+
+  __device__ __forceinline__ static std::uint32_t offset_of(int row, int piece) {
+    return static_cast<std::uint32_t>(row * kRowBytes + ((piece ^ (row & 7)) << 4));
+  }
+
+  const char* staging_;
+  int lane_;
+  std::uint32_t to_;
+};
 
 }  // namespace mxattn::kernels::sm90

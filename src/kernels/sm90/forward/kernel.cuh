@@ -28,6 +28,7 @@
 
 namespace mxattn::kernels::sm90::forward {
 
+inline constexpr std::uint32_t kAllLanes = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kOneE4m3x4 = 0x38383838u;  // four codes of 1.0
 
 template <class Config>
@@ -39,11 +40,12 @@ struct alignas(1024) SharedStorage {
     std::uint8_t v[Config::kDim * kKeyTile];
     std::uint8_t ones[8 * kKeyTile];  // rows d..d+7 of V^T; written once
   } stages[Config::kStages];
-  std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
-  KeyFactors factors[Config::kStages];              // of tiles that are not uniform
-  std::uint32_t facts[Config::kStages];             // beside each key tile: TileFacts
-  Work work[Config::kItems];                        // beside each q
-  RowFacts rows[Config::kItems][Config::kRows];     // the same
+  alignas(
+      128) std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
+  KeyFactors factors[Config::kStages];                       // of tiles that are not uniform
+  std::uint32_t facts[Config::kStages];                      // beside each key tile: TileFacts
+  Work work[Config::kItems];                                 // beside each q
+  RowFacts rows[Config::kItems][Config::kRows];              // the same
   tile::RingBarriers<Config::kItems> q_ring;
   tile::RingBarriers<Config::kStages> kv_ring;
 };
@@ -129,10 +131,11 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& params, co
                                                  const Rows<Config>& rows, int lane, int warp_row) {
   const int r = lane % 4;
   const int row = warp_row + lane / 4 + 8 * r;
-  if (r >= 2 or row >= work.document.q_len) return;
+  const bool outside = row >= work.document.q_len;  // one branch, not two
+  if (outside or r >= 2) return;
   const float m = r == 0 ? rows.m[0] : rows.m[1];
   const float l = mul_rn(r == 0 ? rows.l[0] : rows.l[1], pow2(-stages::kProbabilityShift));
-  const bool keyless = rows.visible(r).empty();
+  const bool keyless = r == 0 ? rows.is_keyless(0) : rows.is_keyless(1);
   const bool finite = m != -kInfinity;
   const float mu = finite ? ceilf(m) : 0.0f;
   const float correction = DeviceOps::exp2(m - mu);
@@ -145,32 +148,86 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& params, co
   params.lse[at] = keyless ? -kInfinity : stages::log_sum_exp<DeviceOps>(finite ? m : 0.0f, l);
 }
 
+/// Whether either half of a word is below a number.
+__device__ __forceinline__ bool any_half_below(std::uint32_t halves, std::uint32_t number) {
+  return (halves & 0xFFFFu) < number or halves < number << 16;
+}
+
+/// O / l of the thread's rows, in BF16. Almost all quotients are one multiplication; where one of a
+/// warp may need more, its group is divided anew by all lanes. This runs once an item and waits for
+/// its instructions, so the fewest are the fastest.
+template <class Config>
+__device__ __forceinline__ void divide(const Rows<Config>& rows,
+                                       const StagedRows<Config::kDim>& quotients) {
+  constexpr std::uint32_t kTieOffsets = RoundedDivisor::kTieOffset * 0x10001u;
+  constexpr std::uint32_t kTwiceSmall = bits_of(pow2(RoundedDivisor::kSmall)) >> 16 << 1;
+  // O is in units of 2^(unit - 8) and l of 2^-8: what is left of them is one power of two. O of a
+  // row without keys is 0.
+  const auto divisor = [&](int r) {
+    const float l = rows.is_keyless(r) ? 1.0f : rows.l[r];
+    const float near = ptx::reciprocal_approx(l);
+    return RoundedDivisor(l, rows.is_keyless(r) ? 0 : rows.unit[r],
+                          fma_rn(fma_rn(-l, near, 1.0f), near, near));
+  };
+  const RoundedDivisor by[2] = {divisor(0), divisor(1)};
+  // Of both halves of pairs: the least distance from ties of a group of 16 columns, and twice the
+  // least magnitude of a row.
+  constexpr int kGroups = Config::kDim / 16;
+  std::uint32_t from_tie[kGroups], twice_least[2] = {~0u, ~0u};
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    std::uint32_t pairs[4];
+    from_tie[group] = ~0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const o = rows.o + 8 * group + 2 * i;
+      const float low = by[i % 2].quick(o[0]), high = by[i % 2].quick(o[1]);
+      pairs[i] = ptx::to_bf16x2(low, high);
+      const std::uint32_t lower = ptx::permute_bytes(bits_of(low), bits_of(high), 0x5410);
+      from_tie[group] = __viaddmin_u16x2(lower, kTieOffsets, from_tie[group]);
+      twice_least[i % 2] = __viaddmin_u16x2(pairs[i], pairs[i], twice_least[i % 2]);
+    }
+    quotients.put(group, pairs);
+  }
+  std::uint32_t nearest = ~0u, least = ~0u;
+#pragma unroll
+  for (const std::uint32_t distance : from_tie) nearest = __vminu2(nearest, distance);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (not rows.is_keyless(r)) least = __vminu2(least, twice_least[r]);
+  }
+  const bool every_group =
+      any_half_below(least, kTwiceSmall) or not by[0].is_ordinary() or not by[1].is_ordinary();
+  const auto differs = [&](std::uint32_t distance) {
+    return __any_sync(kAllLanes, every_group or any_half_below(distance, RoundedDivisor::kNearTie));
+  };
+  if (not differs(nearest)) [[likely]]
+    return;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    if (not differs(from_tie[group])) continue;
+    std::uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const o = rows.o + 8 * group + 2 * i;
+      pairs[i] = ptx::to_bf16x2(by[i % 2].exact(o[0]), by[i % 2].exact(o[1]));
+    }
+    quotients.put(group, pairs);
+  }
+}
+
 /// O of the thread's rows, and what is stored of a row beside it; rows of the document only are
 /// written. `thread`: of the warpgroup; `staging`: the warpgroup's.
 template <class Config>
 __device__ __forceinline__ void store(const ForwardParams& params, const Work& work,
-                                      Rows<Config>& rows, int first_row, int thread,
+                                      const Rows<Config>& rows, int first_row, int thread,
                                       std::uint16_t* staging) {
   const int lane = thread % 32, warp = thread / 32;
   const int warp_row = first_row + 16 * warp;
+  const StagedRows<Config::kDim> quotients(staging + 16 * warp * Config::kDim, lane);
+  divide(rows, quotients);
   store_statistics(params, work, rows, lane, warp_row);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    // O / l in the units of both: what is left of them is one power of two.
-    const float unit = pow2(rows.unit[r] == kNoUnit ? 0 : rows.unit[r]);
-    const bool keyless = rows.visible(r).empty();
-    const Divisor divisor(rows.l[r]);
-#pragma unroll
-    for (int i = 2 * r; i < Config::kOutputs; i += 4) {
-#pragma unroll
-      for (int j = i; j < i + 2; ++j) {
-        rows.o[j] = keyless ? 0.0f : mul_rn(divisor.divide(rows.o[j]), unit);
-      }
-    }
-  }
-  store_warp_rows<Config::kDim>(rows.o, staging + 16 * warp * Config::kDim, params.out,
-                                work.item.head, work.document.q_token, warp_row,
-                                work.document.q_len);
+  quotients.store(params.out, work.item.head, work.document.q_token, warp_row, work.document.q_len);
 }
 
 template <class Config>

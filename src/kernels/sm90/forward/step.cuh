@@ -63,6 +63,8 @@ struct Rows {
   const RowFacts* facts;  // of half 0; half 1 is eight rows on
 
   __device__ __forceinline__ Range visible(int r) const { return facts[8 * r].visible; }
+  /// Whether the row, if it is one of the document's, saw no key.
+  __device__ __forceinline__ bool is_keyless(int r) const { return unit[r] == kNoUnit; }
   __device__ __forceinline__ Exponent eq(int r) const {
     return Exponent::stored(static_cast<std::int8_t>(facts[8 * r].eq));
   }
