@@ -23,9 +23,8 @@ struct TensorView {
   }
   /// Whether every row begins at a multiple of 16 bytes.
   MXATTN_HOST_DEVICE bool has_aligned_rows() const {
-    constexpr int kElements = 16 / sizeof(T);
-    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 and token_stride % kElements == 0 and
-           head_stride % kElements == 0;
+    const auto bytes = static_cast<std::uint64_t>(token_stride | head_stride) * sizeof(T);
+    return (reinterpret_cast<std::uintptr_t>(data) | bytes) % 16 == 0;
   }
 };
 
