@@ -252,7 +252,8 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
     shared.q_ring.wait_full(q_at);
     const Work& work = shared.work[q_at.stage];
     if (work.last) break;
-    rows.start(shared.rows[q_at.stage] + block * 64 + tile::fragment_row(thread(), 0));
+    const RowFacts* const row_facts =
+        shared.rows[q_at.stage] + block * 64 + tile::fragment_row(thread(), 0);
     const std::uint32_t q_low = ptx::opaque(q_base + q_at.stage * kItemStep + block * kBlockStep);
     float s[64];
     std::uint32_t facts = 0;
@@ -273,8 +274,13 @@ __device__ void attend(const ForwardParams& params, SharedStorage<Config>& share
       kind = TileFacts::step(facts, shift);
       if (remaining > 1) next.advance();
     };
-    if (remaining > 0) {
+    if (remaining == 0) {
+      rows.start(row_facts);
+      // NOTE: keeps the zeros of this rare way from being set on the other one too.
+      __syncwarp();
+    } else {
       issue(kv_at);
+      rows.start(row_facts);
       look_ahead();
       ptx::wgmma_wait_group<0>();
       ptx::pin(s);
