@@ -160,17 +160,17 @@ __device__ __forceinline__ auto sums_of(const BackwardParams& params, SharedStor
 /// dV and dK of the item's keys. first: of the steps that were not left out.
 template <class Config>
 __device__ __forceinline__ void end_item(const BackwardParams& params,
-                                         SharedStorage<Config>& shared, int consumer, int warp,
-                                         const Work& work, int total, int first,
+                                         SharedStorage<Config>& shared, int consumer, int half,
+                                         int warp, const Work& work, int total, int first,
                                          const ScalesNow& scales, float (&dv)[Config::kOutputs],
                                          float (&dk)[Config::kOutputs]) {
   const auto was_promoted = [&](int place) {
     return stages::was_promoted(place, work.visits.begin, work.visits.size(), total);
   };
-  const int row = work.item.first + 64 * consumer + 16 * warp;
-  const bool dv_started = was_promoted(stages::dv_promotion(consumer));
+  const int row = work.item.first + 64 * half + 16 * warp;
+  const bool dv_started = was_promoted(stages::dv_promotion(half));
   const bool dk_started =
-      Config::kRowScale ? total > first : was_promoted(stages::dk_promotion(consumer));
+      Config::kRowScale ? total > first : was_promoted(stages::dk_promotion(half));
   const float dv_scale = total > 0 ? stages::output_factor(exponent_of(scales.c)) : 0.0f;
   const float dk_scale =
       total > 0 and not Config::kRowScale ? stages::factor(exponent_of(scales.r)) : 0.0f;
@@ -198,8 +198,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
   tile::RingPosition<Config::kStages> at;
   tile::RingPosition<Config::kStatsStages> stats_at;
   ScalesNow& scales = shared.scales[consumer][warp];
-  const std::uint32_t k_tile = ptx::shared_address(shared.k) + consumer * 64 * Config::kDim;
-  const std::uint32_t v_tile = ptx::shared_address(shared.v) + consumer * 64 * Config::kDim;
   using Gradients = ptx::WgmmaE4m3<Config::kDim>;
 
   for (std::uint32_t item = 0;; ++item) {
@@ -208,7 +206,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     if (work.last) return;
     const Document& d = work.document;
     const int total = work.visits.size() * params.queries_per_key_head;
-    const int first_key = work.item.first + 64 * consumer;
+    // The 64 keys of an item that are this warpgroup's. They take turns, since the lower ones are
+    // seen from one more step of the diagonal; with scales by rows that would spill a register.
+    const int half = Config::kRowScale ? consumer : (consumer + static_cast<int>(item)) % 2;
+    const int first_key = work.item.first + 64 * half;
+    const std::uint32_t k_tile = ptx::shared_address(shared.k) + half * 64 * Config::kDim;
+    const std::uint32_t v_tile = ptx::shared_address(shared.v) + half * 64 * Config::kDim;
 
     // On their way while the first scores are multiplied.
     KeyFacts own[2];
@@ -237,7 +240,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const auto read_stats = [&](tile::RingPosition<Config::kStatsStages> from) {
       shared.stats_ring.wait_full(from);
       pairs.load(shared.stats[from.stage], quad_lane);
-      flags = shared.stats[from.stage].facts.flags;
+      flags = shared.stats[from.stage].facts.flags[half];
     };
     // K and V go back before the last step, which needs no further scores.
     const auto release_keys = [&] {
@@ -264,13 +267,13 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       const ScalesNow begun = {shared.stats[stats_at.stage].facts.c,
                                shared.stats[stats_at.stage].facts.r};
       if (leader) scales = begun;
-      if (StepFacts::phase(flags, consumer) == Phase::kSkip) {
+      if (StepFacts::phase(flags) == Phase::kSkip) {
         // Scales that change now change an accumulator of zeros, or of NaN.
         hand_back_stats();
         hand_back_operands();
         i = 1;
         if (total > 1) read_stats(stats_at);
-        flags |= StepFacts::pack(consumer, Phase::kPlain, true);
+        flags |= StepFacts::kRare;
         shared.operand_ring.wait_full(at);
       }
       ptx::wgmma_fence();
@@ -301,8 +304,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     }
     __syncwarp();
     for (; i < total; ++i) {
-      const Phase phase = StepFacts::phase(flags, consumer);
-      if (StepFacts::rare(flags, consumer)) {
+      const Phase phase = StepFacts::phase(flags);
+      if ((flags & StepFacts::kRare) != 0) {
         const auto was_promoted = [&](int place) {
           return stages::was_promoted(place, work.visits.begin, work.visits.size(), i);
         };
@@ -313,10 +316,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         const bool head_ends = step == work.visits.begin and i > 0;
         const Exponent c_old = exponent_of(before.c), c = exponent_of(facts.c);
         const Exponent r_old = exponent_of(before.r), r = exponent_of(facts.r);
-        if (head_ends or (i > 0 and stages::promotes_dv(step, consumer))) {
+        if (head_ends or (i > 0 and stages::promotes_dv(step, half))) {
           const float scale = stages::output_factor(c_old);
           sums_of<Config, false>(params, shared, consumer)
-              .promote(dv, {scale, scale}, was_promoted(stages::dv_promotion(consumer)));
+              .promote(dv, {scale, scale}, was_promoted(stages::dv_promotion(half)));
 #pragma unroll
           for (int j = 0; j < Config::kOutputs; ++j) dv[j] = 0.0f;
         } else if (i > 0 and facts.c != before.c) {
@@ -327,10 +330,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
           }
         }
         if constexpr (not Config::kRowScale) {
-          if (head_ends or (i > 0 and stages::promotes_dk(step, consumer))) {
+          if (head_ends or (i > 0 and stages::promotes_dk(step, half))) {
             const float scale = stages::factor(r_old);
             sums_of<Config, true>(params, shared, consumer)
-                .promote(dk, {scale, scale}, was_promoted(stages::dk_promotion(consumer)));
+                .promote(dk, {scale, scale}, was_promoted(stages::dk_promotion(half)));
 #pragma unroll
             for (int j = 0; j < Config::kOutputs; ++j) dk[j] = 0.0f;
           } else if (i > 0 and facts.r != before.r) {
@@ -407,7 +410,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       hand_back_operands();
       if (i + 2 == total) release_keys();
     }
-    end_item<Config>(params, shared, consumer, warp, work, total, first, scales, dv, dk);
+    end_item<Config>(params, shared, consumer, half, warp, work, total, first, scales, dv, dk);
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }

@@ -21,25 +21,22 @@ using stages::kQueryStep;
 struct alignas(16) StepFacts {
   std::int32_t c, r;  // cuda::kNanScale for NaN
 
-  // How the phase goes in each warpgroup, and whether something rare is due before it: another
-  // query head begins, a scale or EQ is another than in the step before, a promotion. Behind them
-  // EQ of the step's first query.
-  std::uint32_t flags;
+  // A word for each half of the tile's keys: how the phase goes, whether something rare is due
+  // before it (another query head begins, a scale or EQ is another than in the step before, a
+  // promotion), and EQ of the step's first query.
+  std::uint32_t flags[2];
 
-  __device__ __forceinline__ static std::uint32_t pack(int consumer, Phase phase, bool rare) {
-    return (static_cast<std::uint32_t>(phase) | (rare ? 4u : 0u)) << (8 * consumer);
+  static constexpr std::uint32_t kRare = 4;
+
+  __device__ __forceinline__ static std::uint32_t pack(Phase phase, bool rare, int eq) {
+    return static_cast<std::uint32_t>(phase) | (rare ? kRare : 0u) |
+           static_cast<std::uint32_t>(eq) << 8;
   }
-  __device__ __forceinline__ static Phase phase(std::uint32_t flags, int consumer) {
-    return static_cast<Phase>((flags >> (8 * consumer)) & 3u);
-  }
-  __device__ __forceinline__ static bool rare(std::uint32_t flags, int consumer) {
-    return ((flags >> (8 * consumer)) & 4u) != 0;
-  }
-  __device__ __forceinline__ static std::uint32_t pack_eq(int eq) {
-    return static_cast<std::uint32_t>(static_cast<std::uint8_t>(eq)) << 16;
+  __device__ __forceinline__ static Phase phase(std::uint32_t flags) {
+    return static_cast<Phase>(flags & 3u);
   }
   __device__ __forceinline__ static Exponent eq(std::uint32_t flags) {
-    return Exponent::stored(static_cast<std::int8_t>(flags >> 16));
+    return Exponent::stored(static_cast<std::int8_t>(flags >> 8));
   }
 };
 
@@ -177,8 +174,8 @@ __device__ void form_stats(const BackwardParams& params, Storage& shared, int tu
                      raw.b != raw_before.b or raw.c != raw_before.c);
       const auto flags = [&](int half, const StepScope& scope) {
         return StepFacts::pack(
-            half, scope.phase(s, plain, i == 0),
-            changes or stages::promotes_dv(s, half) or stages::promotes_dk(s, half));
+            scope.phase(s, plain, i == 0),
+            changes or stages::promotes_dv(s, half) or stages::promotes_dk(s, half), first);
       };
 
       shared.stats_ring.wait_empty(at);
@@ -194,8 +191,7 @@ __device__ void form_stats(const BackwardParams& params, Storage& shared, int tu
         }
       }
       if (lane == 0) {
-        stats.facts = {value_of(scales.c), value_of(r),
-                       flags(0, scope0) | flags(1, scope1) | StepFacts::pack_eq(first)};
+        stats.facts = {value_of(scales.c), value_of(r), {flags(0, scope0), flags(1, scope1)}};
       }
       // Every lane wrote, so every lane arrives.
       ptx::mbarrier_arrive(shared.stats_ring.full_at(at.stage));
