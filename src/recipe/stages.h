@@ -57,6 +57,11 @@ inline constexpr int kMmaDepth = 32;     // elements contracted by one 8-bit MMA
 // Documents start at multiples of this in operand buffers.
 inline constexpr int kSlotAlignment = 16;
 
+/// Slots of the groups that hold so many tokens.
+MXATTN_HOST_DEVICE constexpr int whole_groups(int tokens) {
+  return (tokens + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
+
 // ---- exponents that may be NaN ---------------------------------------------------------------
 
 /// An exponent or a sum of exponents. `nan` is tested before any clamp or sum: what is formed from

@@ -48,7 +48,7 @@ class WarpRows {
   }
 
   /// Writes them as BF16: rows [first, first + 16) of the tokens from `token`, those below `end`
-  /// only, each finished by body(values).
+  /// only, each finished by body(values, row), which all lanes call together.
   template <class Body>
   __device__ __forceinline__ void store(const TensorView<std::uint16_t>& out, int head,
                                         std::int64_t token, int first, int end,
@@ -74,7 +74,7 @@ class WarpRows {
           x[8 * k + n + 3] = part.w;
         }
       }
-      body(x);
+      body(x, r + row);
       if (r + row < rows) {
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) put_block(x + 8 * k, to + 64 * k, aligned);

@@ -9,6 +9,12 @@
 
 namespace mxattn::kernels::sm90 {
 
+/// 0 + 2^e partial, the first part of a sum. Of a sum, with the factor 1, it is the sum itself:
+/// none is -0.
+__device__ __forceinline__ float settled(float partial, float scale) {
+  return stages::promote<DeviceOps>(0.0f, partial, scale);
+}
+
 /// FP32 sums of one accumulator of a warpgroup. Each thread keeps those of its own registers, and
 /// nobody waits for anybody: register piece p (four registers) of lane l of warp w at [w][p][l].
 template <int kRegisters, SumPlace kPlace>
@@ -34,40 +40,31 @@ struct Sums {
     }
   }
 
-  /// partial = (sum or 0) + 2^e partial: the end of an item. Then the warp's memory is free.
-  __device__ __forceinline__ void finish(float (&partial)[kRegisters], const float (&scale)[2],
+  /// The end of an item: partial = sum + 2^e partial if there is a sum, and scale is 1 from then
+  /// on. Then the warp's memory is free. `settled` of the rest is what such a sum would be.
+  __device__ __forceinline__ void finish(float (&partial)[kRegisters], float (&scale)[2],
                                          bool started) const {
     if (started) {
-      // All loads first, from shared memory those of a half: it takes registers.
-      constexpr int kAtOnce = kPlace == SumPlace::kShared ? kPieces / 2 : kPieces;
+      float4 held[kPieces];  // all loads first
 #pragma unroll
-      for (int first = 0; first < kPieces; first += kAtOnce) {
-        if (first > 0) __syncwarp();  // keeps the halves apart
-        float4 held[kAtOnce];
-#pragma unroll
-        for (int p = 0; p < kAtOnce; ++p) {
-          // NOTE: past L1, which does not see what L2 adds.
-          held[p] = kPlace == SumPlace::kGlobal ? __ldcg(&at(first + p)) : at(first + p);
-        }
-#pragma unroll
-        for (int p = 0; p < kAtOnce; ++p) add_to(partial, first + p, held[p], scale);
+      for (int p = 0; p < kPieces; ++p) {
+        // NOTE: past L1, which does not see what L2 adds.
+        held[p] = kPlace == SumPlace::kGlobal ? __ldcg(&at(p)) : at(p);
       }
-    } else {
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) add_to(partial, p, float4{0, 0, 0, 0}, scale);
+      for (int p = 0; p < kPieces; ++p) {
+        const float4 s = added(held[p], partial + 4 * p, scale);
+        partial[4 * p] = s.x;
+        partial[4 * p + 1] = s.y;
+        partial[4 * p + 2] = s.z;
+        partial[4 * p + 3] = s.w;
+      }
+      scale[0] = scale[1] = 1.0f;
     }
     if constexpr (kPlace == SumPlace::kShared) __syncwarp();
   }
 
  private:
-  __device__ __forceinline__ static void add_to(float (&partial)[kRegisters], int p,
-                                                const float4& sum, const float (&scale)[2]) {
-    const float4 s = added(sum, partial + 4 * p, scale);
-    partial[4 * p] = s.x;
-    partial[4 * p + 1] = s.y;
-    partial[4 * p + 2] = s.z;
-    partial[4 * p + 3] = s.w;
-  }
   __device__ __forceinline__ float4& at(int piece) const {
     return sums[piece * 32 + threadIdx.x % 32];
   }

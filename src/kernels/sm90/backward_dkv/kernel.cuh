@@ -58,7 +58,8 @@ struct alignas(1024) SharedStorage {
   } stages[Config::kStages];
   // Of each warp: its part of the sums that are here, or in the epilogue its rows.
   float4 sums[Config::kConsumers][4][Config::kWarpFloat4s];
-  StepStats stats[Config::kStatsStages];  // what phase i reads
+  StepStats stats[Config::kStatsStages];               // what phase i reads
+  alignas(16) std::int8_t ek[kKeyTile], ev[kKeyTile];  // of the item, beside k and v
   KeyFacts keys[kKeyTile];  // written by the first of the key's quad, read by the quad
   ScalesNow scales[Config::kConsumers][4];   // of each warp, for itself
   Range block_steps[Config::kConsumers][4];  // DsScale::kRow: of each warp, steps_of_block
@@ -94,7 +95,12 @@ __device__ void load(const BackwardParams& params, SharedStorage<Config>& shared
     const int key_slot = static_cast<int>(d.k_slot) + work.item.first;
     shared.key_ring.wait_empty(tile::RingPosition<1>::after(item));
     const std::uint32_t key_full = shared.key_ring.full_at(0);
-    ptx::mbarrier_arrive_expect(key_full, sizeof(shared.k) + sizeof(shared.v));
+    // Of the document only: nobody writes the tables of slots behind its last group.
+    const std::uint32_t keys = min(kKeyTile, stages::whole_groups(d.k_len - work.item.first));
+    ptx::mbarrier_arrive_expect(key_full, sizeof(shared.k) + sizeof(shared.v) + 2 * keys);
+    const std::int64_t offset = work.item.head * params.k_slots + key_slot;
+    ptx::copy_bulk(ptx::shared_address(shared.ek), params.k_exponents + offset, keys, key_full);
+    ptx::copy_bulk(ptx::shared_address(shared.ev), params.v_exponents + offset, keys, key_full);
     ptx::copy_tensor_3d(ptx::shared_address(shared.k), &params.k, 0, key_slot, work.item.head,
                         key_full);
     ptx::copy_tensor_3d(ptx::shared_address(shared.v), &params.v, 0, key_slot, work.item.head,
@@ -171,22 +177,28 @@ __device__ __forceinline__ void end_item(const BackwardParams& params,
   const bool dv_started = was_promoted(stages::dv_promotion(half));
   const bool dk_started =
       Config::kRowScale ? total > first : was_promoted(stages::dk_promotion(half));
-  const float dv_scale = total > 0 ? stages::output_factor(exponent_of(scales.c)) : 0.0f;
-  const float dk_scale =
+  const float dv_factor = total > 0 ? stages::output_factor(exponent_of(scales.c)) : 0.0f;
+  const float dk_factor =
       total > 0 and not Config::kRowScale ? stages::factor(exponent_of(scales.r)) : 0.0f;
+  float dv_scale[2] = {dv_factor, dv_factor}, dk_scale[2] = {dk_factor, dk_factor};
   // Rows lie where shared sums do: these must be out before.
   const WarpRows<Config::kDim> rows(shared.sums[consumer][warp]);
-  sums_of<Config, false>(params, shared, consumer).finish(dv, {dv_scale, dv_scale}, dv_started);
+  sums_of<Config, false>(params, shared, consumer).finish(dv, dv_scale, dv_started);
   if constexpr (Config::kSharedSums > 0)
-    sums_of<Config, true>(params, shared, consumer).finish(dk, {dk_scale, dk_scale}, dk_started);
+    sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
   rows.put(dv);
   rows.store(params.dv, work.item.head, work.document.k_token, row, work.document.k_len,
-             [](auto&) {});
+             [&](auto& x, int) {
+               for (float& value : x) value = settled(value, dv_scale[0]);
+             });
   if constexpr (Config::kSharedSums == 0)
-    sums_of<Config, true>(params, shared, consumer).finish(dk, {dk_scale, dk_scale}, dk_started);
+    sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
   rows.put(dk);
   rows.store(params.dk, work.item.head, work.document.k_token, row, work.document.k_len,
-             [&](auto& x) { rows.finish_rotated(x, params.softmax_scale, params.rotate); });
+             [&](auto& x, int) {
+               for (float& value : x) value = settled(value, dk_scale[0]);
+               rows.finish_rotated(x, params.softmax_scale, params.rotate);
+             });
 }
 
 template <class Config>
@@ -213,16 +225,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const std::uint32_t k_tile = ptx::shared_address(shared.k) + half * 64 * Config::kDim;
     const std::uint32_t v_tile = ptx::shared_address(shared.v) + half * 64 * Config::kDim;
 
-    // On their way while the first scores are multiplied.
-    KeyFacts own[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int key = first_key + tile::fragment_row(thread, h);
-      const bool valid = key < d.k_len;
-      const std::int64_t slot = work.item.head * params.k_slots + d.k_slot + key;
-      own[h] = {valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
-                valid ? params.k_exponents[slot] : 0, valid ? params.v_exponents[slot] : 0};
-    }
     float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
     KeyFactors factors[2] = {};
 #pragma unroll
@@ -260,6 +262,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       if (leader) ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       at.advance();
     };
+    KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
     shared.key_ring.wait_full(tile::RingPosition<1>::after(item));
     if (total > 0) {
       read_stats(stats_at);
@@ -278,9 +281,17 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       }
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
+      // While the first scores are multiplied.
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        factors[h] = factors_of(own[h], StepFacts::eq(flags), exponent_of(begun.c),
+        const int in_tile = 64 * half + tile::fragment_row(thread, h);
+        const int key = work.item.first + in_tile;
+        const bool valid = key < d.k_len;
+        const KeyFacts own = {
+            valid ? visible_queries(params.mask, d.q_len, d.k_len, key) : Range{0, 0},
+            valid ? shared.ek[in_tile] : 0, valid ? shared.ev[in_tile] : 0};
+        if (quad_lane == 0) keys[8 * h] = own;
+        factors[h] = factors_of(own, StepFacts::eq(flags), exponent_of(begun.c),
                                 exponent_of(begun.r), params.score_scale);
       }
       ptx::wgmma_wait_group<0>();
@@ -294,11 +305,6 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     }
     const int first = i;  // that is not left out
     if (i + 1 >= total) release_keys();
-    KeyFacts* const keys = shared.keys + 64 * consumer + tile::fragment_row(thread, 0);
-    if (quad_lane == 0) {
-      keys[0] = own[0];
-      keys[8] = own[1];
-    }
     if (Config::kRowScale and leader) {
       shared.block_steps[consumer][warp] = steps_of_block(params.mask, d, first_key + 16 * warp);
     }

@@ -87,9 +87,7 @@ __device__ __forceinline__ void load_last_keys(const BackwardParams& params, con
   const int begin = max(seen.end - 1, 0) / stages::kSlotAlignment * stages::kSlotAlignment;
   const std::int64_t offset = key_offset(params, work, begin);
   // Of the document only: nobody writes the tables of slots behind its last group.
-  const int end =
-      (d.k_len + stages::kSlotAlignment - 1) / stages::kSlotAlignment * stages::kSlotAlignment;
-  const std::uint32_t bytes = min(to.kKeys, end - begin);
+  const std::uint32_t bytes = min(to.kKeys, stages::whole_groups(d.k_len) - begin);
   to.begin = begin;
   ptx::mbarrier_expect(full, (Config::kMonotone ? 2 : 1) * bytes);
   ptx::copy_bulk(ptx::shared_address(to.nv), params.v_running_norms + offset, bytes, full);
@@ -329,6 +327,11 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         ptx::mbarrier_arrive(shared.operand_ring.empty_at(at.stage));
       }
       at.advance();
+    } else {
+      // NOTE: what a path leaves undefined would keep its registers from the item before.
+      clear();
+#pragma unroll
+      for (int i = 0; i < 64; ++i) s[i] = dp[i] = 0.0f;
     }
     if (work.visits.size() <= 1) release_queries();
     __syncwarp();
@@ -420,17 +423,20 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       at.advance();
       if (t + 2 == tiles_end) release_queries();
     }
-    if (work.visits.empty()) clear();
     const bool keeps = not Config::kRowScale and not work.visits.empty();
-    const float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
-                            keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
+    float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
+                      keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
     sums().finish(dq, scale, started);
     const WarpRows<Config::kDim> finished(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
     finished.put(dq);
-    finished.store(params.dq, work.item.head, work.document.q_token,
-                   work.item.first + 64 * consumer + 16 * warp, work.document.q_len, [&](auto& x) {
-                     finished.finish_rotated(x, params.softmax_scale, params.rotate);
-                   });
+    finished.store(
+        params.dq, work.item.head, work.document.q_token,
+        work.item.first + 64 * consumer + 16 * warp, work.document.q_len, [&](auto& x, int row) {
+          // The scale of the row, from the quad that has it.
+          const float own = __shfl_sync(0xFFFFFFFFu, row < 8 ? scale[0] : scale[1], row % 8 * 4);
+          for (float& value : x) value = settled(value, own);
+          finished.finish_rotated(x, params.softmax_scale, params.rotate);
+        });
     ptx::mbarrier_arrive(
         shared.work_ring.empty_at(item % kWorkSlots));  // every lane: it happens rarely
   }
