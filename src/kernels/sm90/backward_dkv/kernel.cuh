@@ -227,8 +227,10 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
 
     float dv[Config::kOutputs], dk[Config::kOutputs], s[32], dp[32];
     KeyFactors factors[2] = {};
+    const auto clear = [&] {
 #pragma unroll
-    for (int i = 0; i < Config::kOutputs; ++i) dv[i] = dk[i] = 0.0f;
+      for (int j = 0; j < Config::kOutputs; ++j) dv[j] = dk[j] = 0.0f;
+    };
 
     const auto scores = [&](const typename SharedStorage<Config>::Stage& stage) {
       issue_scores<Config, kQueryStep>(s, dp, k_tile, v_tile, ptx::shared_address(stage.q),
@@ -271,17 +273,23 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
                                shared.stats[stats_at.stage].facts.r};
       if (leader) scales = begun;
       if (StepFacts::phase(flags) == Phase::kSkip) {
-        // Scales that change now change an accumulator of zeros, or of NaN.
         hand_back_stats();
         hand_back_operands();
         i = 1;
-        if (total > 1) read_stats(stats_at);
-        flags |= StepFacts::kRare;
+        if (total > 1) {
+          read_stats(stats_at);
+          // Scales that change now change an accumulator of zeros, or of NaN.
+          const StepFacts& now = shared.stats[stats_at.stage].facts;
+          if (now.c != begun.c or now.r != begun.r) flags |= StepFacts::kRare;
+        }
         shared.operand_ring.wait_full(at);
       }
       ptx::wgmma_fence();
       scores(shared.stages[at.stage]);
       // While the first scores are multiplied.
+      clear();
+      ptx::pin(dv);
+      ptx::pin(dk);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int in_tile = 64 * half + tile::fragment_row(thread, h);
@@ -299,9 +307,12 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       ptx::pin(dp);
       hand_back_operands();
     } else {
+      // All lanes have seen K and V arrive before they go back. NOTE: without the barrier the usual
+      // path would set all this to 0 too.
+      __syncwarp();
+      clear();
 #pragma unroll
       for (int j = 0; j < 32; ++j) s[j] = dp[j] = 0.0f;
-      __syncwarp();  // all lanes have seen K and V arrive before they go back
     }
     const int first = i;  // that is not left out
     if (i + 1 >= total) release_keys();

@@ -328,7 +328,9 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       }
       at.advance();
     } else {
-      // NOTE: what a path leaves undefined would keep its registers from the item before.
+      // NOTE: what a path leaves undefined would keep its registers from the item before, and without
+      // the barrier the usual path would set all this to 0 too.
+      __syncwarp();
       clear();
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = dp[i] = 0.0f;
