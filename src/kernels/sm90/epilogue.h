@@ -17,9 +17,10 @@
 namespace mxattn::kernels::sm90 {
 
 /// Sixteen rows of a finished accumulator in shared memory of their warp, on their way from
-/// fragments to whole rows. Code that runs once an item waits for its instructions, some 35 clk for
-/// every eight; rows are therefore finished four at a time in a loop, and nothing here is unrolled
-/// over all registers but the way into shared memory.
+/// fragments to whole rows. Code that runs once an item waits for its instructions; rows are
+/// therefore finished four at a time in a loop, and nothing here is unrolled over all registers but
+/// the way into shared memory. Eight or sixteen at a time hide more latency and cost more than
+/// that.
 ///
 /// Eight lanes share a row: lane j has columns 8 j .. 8 j + 7, and at 128 columns those 64 further
 /// on. Blocks of eight columns are permuted by exclusive or with the row, the halves of a block

@@ -40,12 +40,12 @@ struct alignas(1024) SharedStorage {
     std::uint8_t v[Config::kDim * kKeyTile];
     std::uint8_t ones[8 * kKeyTile];  // rows d..d+7 of V^T; written once
   } stages[Config::kStages];
-  alignas(
-      128) std::uint16_t out[Config::kRows * Config::kDim];  // epilogue, each warp its own 16 rows
-  KeyFactors factors[Config::kStages];                       // of tiles that are not uniform
-  std::uint32_t facts[Config::kStages];                      // beside each key tile: TileFacts
-  Work work[Config::kItems];                                 // beside each q
-  RowFacts rows[Config::kItems][Config::kRows];              // the same
+  // Epilogue, each warp its own 16 rows:
+  alignas(128) std::uint16_t out[Config::kRows * Config::kDim];
+  KeyFactors factors[Config::kStages];           // of tiles that are not uniform
+  std::uint32_t facts[Config::kStages];          // beside each key tile: TileFacts
+  Work work[Config::kItems];                     // beside each q
+  RowFacts rows[Config::kItems][Config::kRows];  // the same
   tile::RingBarriers<Config::kItems> q_ring;
   tile::RingBarriers<Config::kStages> kv_ring;
 };
