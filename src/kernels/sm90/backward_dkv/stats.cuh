@@ -5,6 +5,7 @@
 
 #include "kernels/sm90/backward.h"
 #include "kernels/sm90/backward_steps.h"
+#include "kernels/sm90/block_scope.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/work.h"
 #include "ptx/barrier.h"
@@ -40,29 +41,14 @@ struct alignas(16) StepFacts {
   }
 };
 
-/// The steps of an item as the 64 keys of a warpgroup see them.
-struct StepScope {
-  Range whole{0, 0};  // steps from which all keys are seen
-  Range some{0, 0};   // steps from which any key may be seen
-
-  __device__ __forceinline__ StepScope(const Mask& mask, const Document& d, int first_key) {
-    const int last_key = min(first_key + 63, d.k_len - 1);
-    if (first_key > last_key) return;
-    // The mask is a band: its ends never decrease with the key.
-    const Range first = visible_queries(mask, d.q_len, d.k_len, first_key);
-    const Range last = visible_queries(mask, d.q_len, d.k_len, last_key);
-    some = {first.begin / kQueryStep, (last.end + kQueryStep - 1) / kQueryStep};
-    if (first_key + 63 < d.k_len) {
-      whole = {(last.begin + kQueryStep - 1) / kQueryStep, first.end / kQueryStep};
-    }
-  }
-  /// first: of the item. Half 1 of a tile on the diagonal sees nothing of it.
-  __device__ __forceinline__ Phase phase(int step, bool plain, bool first) const {
-    if (first and not some.contains(step)) return Phase::kSkip;
-    if (not plain) return Phase::kGeneral;
-    return whole.contains(step) ? Phase::kPlain : Phase::kMasked;
-  }
-};
+/// How the phase of a block of keys goes at a step. first: of the item. Half 1 of a tile on the
+/// diagonal sees nothing of it.
+__device__ __forceinline__ Phase phase_of(const BlockScope& scope, int step, bool plain,
+                                          bool first) {
+  if (first and not scope.some.contains(step)) return Phase::kSkip;
+  if (not plain) return Phase::kGeneral;
+  return scope.whole_of_full().contains(step) ? Phase::kPlain : Phase::kMasked;
+}
 
 /// Where the pair of queries 8 b + 2 q, 8 b + 2 q + 1 stands: lane q of a quad reads b = 0..3 and
 /// b = 4..7 as a vector each.
@@ -121,8 +107,9 @@ __device__ void form_stats(const BackwardParams& params, Storage& shared, int tu
     nv = __reduce_max_sync(0xFFFFFFFFu, nv);
     const Exponent nv_tile = Exponent::stored(static_cast<std::int8_t>(nv));
 
-    const StepScope scope0(params.mask, d, work.item.first);
-    const StepScope scope1(params.mask, d, work.item.first + 64);
+    const BlockScope scope0 = block_scope<true, kQueryStep>(params.mask, d, work.item.first);
+    const BlockScope scope1 =
+        block_scope<true, kQueryStep>(params.mask, d, work.item.first + kBlockRows);
     const auto scales_of = [&](int head, int step) {
       const int tile_start = step * kQueryStep / stages::kQueryTile * stages::kQueryTile;
       const std::int64_t slot = head * params.q_slots + d.q_slot + tile_start;
@@ -172,9 +159,9 @@ __device__ void form_stats(const BackwardParams& params, Storage& shared, int tu
       const bool changes =
           i > 0 and (s == work.visits.begin or first != eq_before or raw.a != raw_before.a or
                      raw.b != raw_before.b or raw.c != raw_before.c);
-      const auto flags = [&](int half, const StepScope& scope) {
+      const auto flags = [&](int half, const BlockScope& scope) {
         return StepFacts::pack(
-            scope.phase(s, plain, i == 0),
+            phase_of(scope, s, plain, i == 0),
             changes or stages::promotes_dv(s, half) or stages::promotes_dk(s, half), first);
       };
 

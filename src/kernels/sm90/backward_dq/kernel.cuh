@@ -19,6 +19,7 @@
 #include "kernels/sm90/backward_dq/scales.cuh"
 #include "kernels/sm90/backward_dq/tiles.h"
 #include "kernels/sm90/backward_steps.h"
+#include "kernels/sm90/block_scope.h"
 #include "kernels/sm90/device_ops.h"
 #include "kernels/sm90/epilogue.h"
 #include "kernels/sm90/sums.h"
@@ -107,8 +108,12 @@ __device__ void load_items(const BackwardParams& params, SharedStorage<Config>& 
     const auto at = tile::RingPosition<kWorkSlots>::after(item);
     const Work& work = place_work<false>(params, shared.work, shared.work_ring, at);
     if (not work.last) {
-      shared.whole[at.stage][0] = whole_tiles(params.mask, work.document, work.item.first);
-      shared.whole[at.stage][1] = whole_tiles(params.mask, work.document, work.item.first + 64);
+#pragma unroll
+      for (int c = 0; c < Config::kConsumers; ++c) {
+        shared.whole[at.stage][c] = block_scope<false, kKeyTile>(params.mask, work.document,
+                                                                 work.item.first + kBlockRows * c)
+                                        .whole_of_full();
+      }
     }
     ptx::mbarrier_arrive(shared.work_ring.full_at(at.stage));
     if (work.last) return;
@@ -328,8 +333,8 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
       }
       at.advance();
     } else {
-      // NOTE: what a path leaves undefined would keep its registers from the item before, and without
-      // the barrier the usual path would set all this to 0 too.
+      // NOTE: what a path leaves undefined would keep its registers from the item before, and
+      // without the barrier the usual path would set all this to 0 too.
       __syncwarp();
       clear();
 #pragma unroll

@@ -49,14 +49,6 @@ struct TileFacts : TileFactsBase {
   __device__ __forceinline__ static int slot(std::uint32_t facts) { return facts >> 21; }
 };
 
-/// Tiles of which every row of 64 from `first_row` sees all keys.
-__device__ __forceinline__ Range whole_tiles(const Mask& mask, const Document& d, int first_row) {
-  const int last_row = first_row + 63;
-  if (last_row >= d.q_len) return {0, 0};
-  return {(visible_keys(mask, d.q_len, d.k_len, last_row).begin + kKeyTile - 1) / kKeyTile,
-          visible_keys(mask, d.q_len, d.k_len, first_row).end / kKeyTile};
-}
-
 /// Keys of a chunk among those that a row sees.
 __device__ __forceinline__ Range in_chunk(Range visible, int chunk) {
   return {max(visible.begin, stages::chunk_begin(chunk)),

@@ -88,9 +88,10 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
 
     // Key tiles from the diagonal down to the first visible one. Lane i knows how the steps of
     // consumer i go.
-    TileScope scope;
+    BlockScope scope;
     if (lane < Config::kConsumers) {
-      scope = TileScope(params.mask, work.document, work.item.first + 64 * lane);
+      scope = block_scope<false, kKeyTile>(params.mask, work.document,
+                                           work.item.first + kBlockRows * lane);
     }
     for (int t = work.visits.end - 1; t >= work.visits.begin; --t) {
       const std::int64_t offset =
@@ -114,7 +115,7 @@ __device__ void load(const ForwardParams& params, SharedStorage<Config>& shared)
       }
       const std::uint32_t steps = __reduce_or_sync(
           0xFFFFFFFFu,
-          lane < Config::kConsumers ? TileFacts::step_bits(lane, scope.step(t, uniform)) : 0u);
+          lane < Config::kConsumers ? TileFacts::step_bits(lane, step_of(scope, t, uniform)) : 0u);
       __syncwarp();
       if (leader) shared.facts[kv_at.stage] = facts | steps;
       if (leader or Config::kEveryLaneArrives) ptx::mbarrier_arrive(full);

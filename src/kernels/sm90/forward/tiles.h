@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/numeric.h"
+#include "kernels/sm90/block_scope.h"
 #include "kernels/sm90/tile_facts.h"
 #include "pack/pack.h"
 #include "recipe/stages.h"
@@ -24,32 +25,13 @@ constexpr bool is_general(Step step) {
   return step == Step::kGeneral or step == Step::kGeneralMasked;
 }
 
-/// Key tiles of an item as the 64 rows of a warpgroup see them.
-struct TileScope {
-  Range whole{0, 0};  // tiles of which every row sees all keys
-  Range some{0, 0};   // tiles of which any row sees any key
-  int end = 0;        // behind the last key that any row sees
-
-  TileScope() = default;
-  __device__ __forceinline__ TileScope(const Mask& mask, const Document& d, int first_row) {
-    const int last_row = min(first_row + 63, d.q_len - 1);
-    if (first_row > last_row) return;
-    // The mask is a band: its ends never decrease with the row.
-    const Range first = visible_keys(mask, d.q_len, d.k_len, first_row);
-    const Range last = visible_keys(mask, d.q_len, d.k_len, last_row);
-    whole = {(last.begin + kKeyTile - 1) / kKeyTile, first.end / kKeyTile};
-    end = last.end;
-    if (first.begin < last.end) {
-      some = {first.begin / kKeyTile, (last.end - 1) / kKeyTile + 1};
-    }
-  }
-  __device__ __forceinline__ Step step(int tile, bool uniform) const {
-    if (not some.contains(tile)) return Step::kSkip;
-    if (whole.contains(tile)) return uniform ? Step::kPlain : Step::kGeneral;
-    if (not uniform) return Step::kGeneralMasked;
-    return end <= tile * kKeyTile + kKeyTile / 2 ? Step::kLowerMasked : Step::kMasked;
-  }
-};
+/// How the step of a block of rows goes at a tile.
+MXATTN_HOST_DEVICE constexpr Step step_of(const BlockScope& scope, int tile, bool uniform) {
+  if (not scope.some.contains(tile)) return Step::kSkip;
+  if (scope.whole.contains(tile)) return uniform ? Step::kPlain : Step::kGeneral;
+  if (not uniform) return Step::kGeneralMasked;
+  return scope.end <= tile * kKeyTile + kKeyTile / 2 ? Step::kLowerMasked : Step::kMasked;
+}
 
 /// The exponents that leave the loop of a key tile's steps, and how the step of each warpgroup
 /// goes. EK is 0 where factors of keys hold it; EV is the largest of the tile.
