@@ -276,6 +276,13 @@ __device__ __forceinline__ void set_units(Rows<Config>& rows, const KeyTile& til
   }
 }
 
+/// 2^change for a change that is not positive, or 0 where FP32 has no such normal number: what is
+/// that far below a row's unit is less than its rounding; at 2^-126 it would be too large.
+__device__ __forceinline__ float unit_change(int change) {
+  constexpr int kZero = stages::kFactorExponentMin - 1;  // all bits of 2^kZero are 0
+  return pow2(max(change, kZero));
+}
+
 /// Brings O and T to one unit, for rows whose unit differs: the larger one, since the other way O
 /// overflows where a row sees tokens of zeros first. What O is multiplied with goes into alpha.
 template <class Config, int kPartials>
@@ -287,10 +294,10 @@ __device__ __forceinline__ void to_units(Rows<Config>& rows, float (&t)[kPartial
   for (int r = 0; r < 2; ++r) {
     if (not differs[r]) continue;
     if (not c[r].nan and c[r].value > rows.unit[r]) {
-      alpha[r] = mul_rn(alpha[r], stages::factor(Exponent(rows.unit[r]) - c[r]));
+      alpha[r] = mul_rn(alpha[r], unit_change(rows.unit[r] - c[r].value));
       rows.unit[r] = c[r].value;
     } else {
-      scale[r] = stages::factor(c[r] - Exponent(rows.unit[r]));
+      scale[r] = c[r].nan ? kNan : unit_change(c[r].value - rows.unit[r]);
     }
   }
 #pragma unroll
