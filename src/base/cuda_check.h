@@ -9,6 +9,7 @@ namespace mxattn::detail {
 
 inline void check_cuda(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // said here, and not once more by whoever asks for the last error next
   throw Error(Status::kCuda,
               concat(call, ": ", cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
 }
