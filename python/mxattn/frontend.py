@@ -158,8 +158,7 @@ def attn(q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), rec
 # ---- with the caller's buffers -----------------------------------------------------------------
 
 LOG2_E = math.log2(math.e)
-# Of a row sum: finite in FP32. What is divided by it is zero to every reader. Nor does it become 0,
-# which says that a row sees keys whose codes are all 0: a row without keys may be that far away.
+# Of a row sum: finite in FP32. What is divided by it is zero to every reader.
 LARGEST_EXPONENT = 126
 
 
@@ -268,7 +267,7 @@ def _state_of_part(state, merged_lse, recipe) -> list:
         sums = _torch().merged_sums(reference, merged_lse)
     else:
         exponent = np.asarray(merged_lse, np.float64) * LOG2_E - reference
-        sums = np.exp2(np.clip(exponent, -LARGEST_EXPONENT, LARGEST_EXPONENT)).astype(np.float32)
+        sums = np.exp2(np.minimum(exponent, LARGEST_EXPONENT)).astype(np.float32)
     return [*operands, reference, sums]
 
 

@@ -393,4 +393,4 @@ def merged_sums(reference, merged_lse):
     """Row sums over all keys, relative to `reference` (see frontend)."""
     _same_device(reference.device, merged_lse=merged_lse)
     exponent = merged_lse.double() * LOG2_E - reference
-    return torch.exp2(exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)).float()
+    return torch.exp2(exponent.clamp(max=LARGEST_EXPONENT)).float()

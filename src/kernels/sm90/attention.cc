@@ -202,8 +202,9 @@ void prepare(const DeviceProblem& device, const DeviceCall& call, const Backward
   gradient.dout = args.dout;
   gradient.out = args.out;
   gradient.row_sum = state.row_sum;
-  gradient.lse = args.lse;
   gradient.cu_seqlens = call.cu_seqlens_q;
+  gradient.cu_seqlens_k = call.cu_seqlens_k;
+  gradient.mask = device.problem.mask;
   gradient.num_documents = device.num_documents;
   gradient.g = workspace.g;
   gradient.transposed = workspace.g_transposed;

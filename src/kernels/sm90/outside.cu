@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(kThreads) outside_kernel(const OutsideArgs arg
   for (const auto& [x, end] : args.rows) {
     if (x.data == nullptr) continue;
     const std::int64_t begin = *end;
-    const bool aligned = reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 and
-                         x.token_stride % kPiece == 0 and x.head_stride % kPiece == 0;
+    const bool aligned = x.has_aligned_rows();
     const int pieces = x.dim / kPiece;
     const std::int64_t count = (x.tokens - begin) * x.heads * pieces;
     for (std::int64_t i = thread; i < count; i += threads) {

@@ -9,12 +9,6 @@
 
 namespace mxattn::kernels::sm90 {
 
-/// 0 + 2^e partial, the first part of a sum. Of a sum, with the factor 1, it is the sum itself:
-/// none is -0.
-__device__ __forceinline__ float settled(float partial, float scale) {
-  return stages::promote<DeviceOps>(0.0f, partial, scale);
-}
-
 /// FP32 sums of one accumulator of a warpgroup. Each thread keeps those of its own registers, and
 /// nobody waits for anybody: register piece p (four registers) of lane l of warp w at [w][p][l].
 template <int kRegisters, SumPlace kPlace>
@@ -40,10 +34,11 @@ struct Sums {
     }
   }
 
-  /// The end of an item: partial = sum + 2^e partial if there is a sum, and scale is 1 from then
-  /// on. Then the warp's memory is free. `settled` of the rest is what such a sum would be.
-  __device__ __forceinline__ void finish(float (&partial)[kRegisters], float (&scale)[2],
-                                         bool started) const {
+  /// The end of an item, where stages::promote(rest, partial, scale) is left to do: if there is a
+  /// sum, partial becomes sum + 2^e partial, scale 1 and the rest, which is returned, -0, to which
+  /// any number may be added; else the rest is 0. Then the warp's memory is free.
+  [[nodiscard]] __device__ __forceinline__ float finish(float (&partial)[kRegisters],
+                                                        float (&scale)[2], bool started) const {
     if (started) {
       float4 held[kPieces];  // all loads first
 #pragma unroll
@@ -62,6 +57,7 @@ struct Sums {
       scale[0] = scale[1] = 1.0f;
     }
     if constexpr (kPlace == SumPlace::kShared) __syncwarp();
+    return started ? -0.0f : 0.0f;
   }
 
  private:

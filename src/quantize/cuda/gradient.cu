@@ -36,8 +36,8 @@ struct Shared {
 };
 
 /// x / divisor, IEEE division, and so for `largest`, the largest magnitude of their row. A divisor
-/// is a row sum L: about 1/2 or more, up to 2^126 where it is that of more keys than the state has
-/// seen (ring attention), less, or 0, of scores beyond 2^25, or NaN.
+/// is a row sum L: 1/2 or more but for roundings, up to 2^126 where it is that of more keys than
+/// the state has seen (ring attention), less, or 0, of scores beyond 2^25, or NaN.
 template <int kCount>
 __device__ __forceinline__ void divide(float (&x)[kCount], float& largest, float divisor) {
   // Beyond this range of Divisor::divide(): rarer than rare.
@@ -201,11 +201,24 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const int lane = threadIdx.x % 32;
   const int slot = warp * L::kWarpSlots;  // of the tile
   const int slots = static_cast<int>(args.g.slots);
-  // Rows of the warp's slots in a tile.
+  // Rows of the warp's slots in a tile, and of the lane's which see any key, a bit a pass.
+  unsigned seeing = 0;
   const auto find = [&](int tile) {
     const int at = tile * L::kSlots + slot;
-    Rows rows = rows_of(find_span(args.cu_seqlens, args.num_documents, at), at);
+    const int document = find_document(args.cu_seqlens, args.num_documents, at);
+    const Span span = span_of(args.cu_seqlens, args.num_documents, document);
+    const int keys = __ldg(args.cu_seqlens_k + document + 1) - __ldg(args.cu_seqlens_k + document);
+    Rows rows = rows_of(span, at);
     if (at >= slots) rows.left = 0;  // slots are a multiple of 16
+    seeing = 0;
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      const int row = rows.first + lane_row(pass);
+      if (lane_row(pass) < rows.left and
+          not visible_keys(args.mask, span.length, keys, row).empty()) {
+        seeing |= 1u << pass;
+      }
+    }
     __syncwarp();
     if (lane == 0) shared.places[warp] = rows;
     __syncwarp();
@@ -224,18 +237,16 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
     ptx::copy_async_commit_group();
   };
-  // Row sums and LSE of the lane's rows, asked for a tile ahead.
-  float sums[L::kPasses], lse[L::kPasses];
-  const auto load_statistics = [&](const Item& item) {
+  // Row sums of the lane's rows, asked for a tile ahead.
+  float sums[L::kPasses];
+  const auto load_sums = [&](const Item& item) {
     const Rows rows = shared.places[warp];
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
       sums[pass] = 1;
-      lse[pass] = -kInfinity;
       if (lane_row(pass) >= rows.left) continue;
-      const std::int64_t at = item.head * args.dout.tokens + rows.token + lane_row(pass);
-      sums[pass] = __ldg(args.row_sum + at);
-      lse[pass] = __ldg(args.lse + at);
+      sums[pass] =
+          __ldg(args.row_sum + (item.head * args.dout.tokens + rows.token + lane_row(pass)));
     }
   };
 
@@ -243,28 +254,24 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   find(item.tile);
   fetch_gradients(item);
   fetch_outputs(item);
-  load_statistics(item);
+  load_sums(item);
   while (true) {
     LaneRows<L> values;
     int exponents[L::kPasses];
-    bool sees[L::kPasses];  // any key
-#pragma unroll
-    for (int pass = 0; pass < L::kPasses; ++pass) {
-      // L = 0, whose LSE is -inf too, is the sum of codes that are all 0: of scores beyond 2^28.
-      sees[pass] = lse[pass] != -kInfinity or sums[pass] == 0;
-    }
+    const unsigned seen = seeing;  // of this tile
+    const auto sees = [&](int pass) { return (seen >> pass & 1u) != 0; };
     ptx::copy_async_wait_group<1>();
     __syncwarp();  // the lanes' parts of dO are there
     take_rows<L>(shared.rows, values);
 #pragma unroll
     for (int pass = 0; pass < L::kPasses; ++pass) {
-      if (not sees[pass]) {
+      if (not sees(pass)) {
         // A zero token, whatever dO holds.
 #pragma unroll
         for (float& value : values[pass]) value = 0;
       }
       float largest = row_maximum(values[pass]);
-      divide(values[pass], largest, sees[pass] ? sums[pass] : 1.0f);
+      divide(values[pass], largest, sees(pass) ? sums[pass] : 1.0f);
       exponents[pass] = stages::token_exponent(rule, largest);
     }
     __syncthreads();  // the codes of the tile before have been read
@@ -296,12 +303,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           static_cast<std::int8_t>(exponents[pass] == stages::kNanExponent
                                        ? stages::kNanExponent
                                        : stages::norm_exponent(sums.squares, exponents[pass]));
-      args.delta[to] = not sees[pass] ? 0.0f : (is_nan(sums.delta) ? kNan : sums.delta);
+      args.delta[to] = not sees(pass) ? 0.0f : (is_nan(sums.delta) ? kNan : sums.delta);
       args.output_norms[to] =
-          static_cast<std::int8_t>(sees[pass] ? norm : stages::kNormExponentMin);
+          static_cast<std::int8_t>(sees(pass) ? norm : stages::kNormExponentMin);
       args.live[to] = sums.squares != 0;  // of codes that are 0 or at least 2^-9
     }
-    if (not ends) load_statistics(next);
+    if (not ends) load_sums(next);
     __syncwarp();  // the rows of O have been read
     fetch_outputs(next);
     if (args.transposed != nullptr) {

@@ -11,6 +11,7 @@
 #include <span>
 
 #include "base/view.h"
+#include "pack/pack.h"
 #include "quantize/operand.h"
 #include "recipe/recipe.h"
 
@@ -64,11 +65,12 @@ void restore(const Operand& operand, const std::int32_t* cu_seqlens, int num_doc
 
 /// dO: g = dO / L with its own exponent a token, norms of g and O, and D.
 struct GradientArgs {
-  TensorView<const std::uint16_t> dout, out;  // BF16 (total_q, heads_q, d)
-  const float* row_sum = nullptr;             // L (heads_q, total_q)
-  const float* lse = nullptr;                 // (heads_q, total_q): -inf, L not 0: keyless
-  const std::int32_t* cu_seqlens = nullptr;
+  TensorView<const std::uint16_t> dout, out;   // BF16 (total_q, heads_q, d)
+  const float* row_sum = nullptr;              // L (heads_q, total_q)
+  const std::int32_t* cu_seqlens = nullptr;    // of queries
+  const std::int32_t* cu_seqlens_k = nullptr;  // tells with the mask which rows see no key
   int num_documents = 0;
+  Mask mask;
   Operand g;                            // codes, exponents, norms
   std::uint8_t* transposed = nullptr;   // of g; may be null
   std::int8_t* output_norms = nullptr;  // (heads_q, q_slots)

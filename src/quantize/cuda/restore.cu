@@ -1,5 +1,4 @@
 // Operands back to FP32: code times 2^exponent, rotated back where asked.
-#include "ptx/grid.h"
 #include "quantize/cuda/launch.h"
 #include "quantize/cuda/quantize.h"
 #include "quantize/cuda/tile.cuh"
@@ -11,8 +10,6 @@ template <class L>
 __global__ void __launch_bounds__(kThreads)
     restore_kernel(const Operand operand, const std::int32_t* cu_seqlens, int num_documents,
                    bool rotate_back, const TensorView<float> y) {
-  ptx::launch_dependents();
-  ptx::wait_on_dependencies();
   const int head = blockIdx.y;
   const int slot = static_cast<int>(blockIdx.x) * L::kSlots +
                    static_cast<int>(threadIdx.x) / 32 * L::kWarpSlots;  // of the warp
@@ -61,8 +58,10 @@ void restore(const Operand& operand, const std::int32_t* cu_seqlens, int num_doc
   with_layout(operand.dim, [&]<class L>(L) {
     const dim3 grid(static_cast<unsigned>(L::tiles(operand.slots)),
                     static_cast<unsigned>(operand.heads));
-    launch_overlapping(restore_kernel<L>, grid, kThreads, 0, stream, operand, cu_seqlens,
-                       num_documents, rotate_back, y);
+    // The first kernel of a call, and nothing lies between it and those of the caller.
+    restore_kernel<L>
+        <<<grid, kThreads, 0, stream>>>(operand, cu_seqlens, num_documents, rotate_back, y);
+    MXATTN_CUDA_CHECK(cudaGetLastError());
   });
 }
 

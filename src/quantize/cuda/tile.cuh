@@ -95,9 +95,9 @@ __device__ __forceinline__ int document_of(const std::int32_t* cu_seqlens, int l
   return low;
 }
 
-/// The span of `slot`. The whole warp searches.
-__device__ __forceinline__ Span find_span(const std::int32_t* cu_seqlens, int num_documents,
-                                          int slot) {
+/// The same among all documents. The whole warp searches.
+__device__ __forceinline__ int find_document(const std::int32_t* cu_seqlens, int num_documents,
+                                             int slot) {
   const int lane = threadIdx.x % 32;
   int low = 0, high = num_documents;  // the document lies in [low, high)
   while (high - low > 1) {
@@ -108,7 +108,11 @@ __device__ __forceinline__ Span find_span(const std::int32_t* cu_seqlens, int nu
     low += (count - 1) * stride;
     high = min(high, low + stride);
   }
-  return span_of(cu_seqlens, num_documents, low);
+  return low;
+}
+__device__ __forceinline__ Span find_span(const std::int32_t* cu_seqlens, int num_documents,
+                                          int slot) {
+  return span_of(cu_seqlens, num_documents, find_document(cu_seqlens, num_documents, slot));
 }
 
 /// Consecutive slots of a document. Slot i holds a token if i < left.

@@ -183,20 +183,24 @@ __device__ __forceinline__ void end_item(const BackwardParams& params,
   float dv_scale[2] = {dv_factor, dv_factor}, dk_scale[2] = {dk_factor, dk_factor};
   // Rows lie where shared sums do: these must be out before.
   const WarpRows<Config::kDim> rows(shared.sums[consumer][warp]);
-  sums_of<Config, false>(params, shared, consumer).finish(dv, dv_scale, dv_started);
+  const float dv_rest =
+      sums_of<Config, false>(params, shared, consumer).finish(dv, dv_scale, dv_started);
+  float dk_rest = 0;
   if constexpr (Config::kSharedSums > 0)
-    sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
+    dk_rest = sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
   rows.put(dv);
   rows.store(params.dv, work.item.head, work.document.k_token, row, work.document.k_len,
              [&](auto& x, int) {
-               for (float& value : x) value = settled(value, dv_scale[0]);
+               for (float& value : x)
+                 value = stages::promote<DeviceOps>(dv_rest, value, dv_scale[0]);
              });
   if constexpr (Config::kSharedSums == 0)
-    sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
+    dk_rest = sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
   rows.put(dk);
   rows.store(params.dk, work.item.head, work.document.k_token, row, work.document.k_len,
              [&](auto& x, int) {
-               for (float& value : x) value = settled(value, dk_scale[0]);
+               for (float& value : x)
+                 value = stages::promote<DeviceOps>(dk_rest, value, dk_scale[0]);
                rows.finish_rotated(x, params.softmax_scale, params.rotate);
              });
 }

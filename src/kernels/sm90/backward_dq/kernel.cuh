@@ -433,7 +433,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
     const bool keeps = not Config::kRowScale and not work.visits.empty();
     float scale[2] = {keeps ? stages::factor(scale_of(rows[0])) : 0.0f,
                       keeps ? stages::factor(scale_of(rows[8])) : 0.0f};
-    sums().finish(dq, scale, started);
+    const float rest = sums().finish(dq, scale, started);
     const WarpRows<Config::kDim> finished(shared.sums[consumer] + warp * (Config::kFloat4s / 4));
     finished.put(dq);
     finished.store(
@@ -441,7 +441,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         work.item.first + 64 * consumer + 16 * warp, work.document.q_len, [&](auto& x, int row) {
           // The scale of the row, from the quad that has it.
           const float own = __shfl_sync(0xFFFFFFFFu, row < 8 ? scale[0] : scale[1], row % 8 * 4);
-          for (float& value : x) value = settled(value, own);
+          for (float& value : x) value = stages::promote<DeviceOps>(rest, value, own);
           finished.finish_rotated(x, params.softmax_scale, params.rotate);
         });
     ptx::mbarrier_arrive(
