@@ -1,6 +1,6 @@
-// What a step of 64 queries tells the phases of dK/dV: scales, how the phase goes in each
-// warpgroup, and what each query adds. Formed by warps of the producers' warpgroup, read a phase
-// ahead.
+// What a step of 64 queries tells the phases of dK/dV: scales, how the phase goes for each half of
+// the tile's keys, and what each query adds. Formed by warps of the producers' warpgroup, read a
+// phase ahead.
 #pragma once
 
 #include "kernels/sm90/backward.h"

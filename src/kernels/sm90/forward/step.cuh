@@ -263,8 +263,9 @@ __device__ __forceinline__ void raise_maximum(Rows<Config>& rows, const float (&
   }
 }
 
-/// The first tile that a row sees sets its unit. `differs`: rows whose unit is another than c. A
-/// row that sees no key of the tile has T = 0 and sum 0, whatever the exponents hold.
+/// The first tile that a row sees sets its unit, which to_units() may raise. `differs`: rows whose
+/// unit is another than c. A row that sees no key of the tile has T = 0 and sum 0, whatever the
+/// exponents hold.
 template <bool kMasked, class Config>
 __device__ __forceinline__ void set_units(Rows<Config>& rows, const KeyTile& tile,
                                           const Exponent (&c)[2], bool (&differs)[2]) {
