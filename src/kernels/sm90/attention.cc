@@ -191,7 +191,7 @@ void forward(const DeviceProblem& device, const DeviceCall& call, const ForwardA
 
 // ---- backward ---------------------------------------------------------------------------------
 
-/// What both passes read that forward and preparation have not left in the state.
+/// What both passes read that the forward has not left in the state.
 void prepare(const DeviceProblem& device, const DeviceCall& call, const BackwardArgs& args,
              const BackwardWorkspace& workspace) {
   const cudaStream_t stream = stream_of(call);
