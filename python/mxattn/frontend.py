@@ -79,6 +79,8 @@ def _options(causal, window_size, softmax_scale, recipe) -> dict:
     """What a problem is made of besides shapes, hashable."""
     if not isinstance(recipe, str):
         raise invalid("recipe", recipe, f"one of {', '.join(capi.recipes())}")
+    if not isinstance(causal, (bool, np.bool_, int)):
+        raise invalid("causal", causal, "True or False")
     return {
         "causal": bool(causal),
         "window": _window(window_size),
@@ -263,6 +265,8 @@ def _state_of_part(state, merged_lse, recipe) -> list:
         raise invalid("merged_lse", type(merged_lse).__name__, f"{type(own).__name__}, as state")
     if tuple(merged_lse.shape) != tuple(own.shape):
         raise invalid("merged_lse.shape", tuple(merged_lse.shape), f"{tuple(own.shape)}, as lse")
+    if merged_lse.dtype != own.dtype:
+        raise invalid("merged_lse.dtype", merged_lse.dtype, f"{own.dtype}, as lse")
     if _is_torch(own):
         sums = _torch().merged_sums(reference, merged_lse)
     else:
@@ -403,7 +407,7 @@ def cu_seqlens_from_lengths(lengths):
         raise invalid("lengths", f"{array.dtype} of shape {array.shape}", "integers (documents,)")
     if array.min() < 0:
         raise invalid(f"lengths[{array.argmin()}]", array.min(), "at least 0")
-    array = np.minimum(array, np.iinfo(np.int32).max)  # so that sums do not wrap
+    array = np.minimum(array.astype(np.uint64), 2**31)  # so that sums do not wrap
     return _lengths("cu_seqlens", np.concatenate([[0], np.cumsum(array, dtype=np.int64)]))
 
 
@@ -438,6 +442,9 @@ def merge_lse(out_a, lse_a, out_b, lse_b):
     """
     if _is_torch(out_a):
         return _torch().merge_lse(out_a, lse_a, out_b, lse_b)
+    for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if _is_torch(x):
+            raise invalid(name, "a torch tensor", "a numpy array, as out_a")
     out_a, lse_a, out_b, lse_b = (np.asarray(x, np.float32) for x in (out_a, lse_a, out_b, lse_b))
     for name, x, like in (("out_b", out_b, out_a), ("lse_b", lse_b, lse_a)):
         if x.shape != like.shape:

@@ -40,6 +40,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @functools.lru_cache(maxsize=256)
 def _problem(q_shape, k_shape, entries, device, softmax_scale, causal, left, right, recipe):
+    if entries < 2:
+        raise invalid("cu_seqlens_q.shape", (entries,), "(documents + 1,)")
     return capi.cached_problem(
         tuple(q_shape), tuple(k_shape), entries - 1, causal=causal, window=(left, right),
         softmax_scale=softmax_scale, recipe=recipe, device=_device_index(device),
@@ -90,6 +92,10 @@ def call_of(problem: Problem, device, cu_q, cu_k, state, plan, **tensors):
     _same_device(device, cu_seqlens_q=cu_q, **tensors)
     if cu_k is not None:
         _same_device(device, cu_seqlens_k=cu_k)
+        # An empty tensor has no address, which would mean: as the queries'.
+        if cu_k.shape != cu_q.shape:
+            raise invalid("cu_seqlens_k.shape", tuple(cu_k.shape),
+                          f"{tuple(cu_q.shape)}, as cu_seqlens_q")  # fmt: skip
     block = isinstance(state, torch.Tensor)
     if not block:
         _same_device(device, **{f"state[{i}]": x for i, x in enumerate(_buffers(state))})
@@ -353,7 +359,7 @@ def cu_seqlens_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
         found = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
         raise invalid("lengths", found, "integers (documents,)")
     lengths = lengths.long()
-    ends = lengths.clamp(max=INT32_MAX).cumsum(0)
+    ends = lengths.clamp(max=INT32_MAX + 1).cumsum(0)
     if lengths.device.type == "cpu":
         if lengths.min() < 0:
             raise invalid(f"lengths[{int(lengths.argmin())}]", int(lengths.min()), "at least 0")

@@ -187,6 +187,10 @@ def test_what_cannot_be_merged_is_refused():
         mxattn.backward_(dout, q, k, v, out, lse, state, *grads, cu, merged_lse=lse, recipe="exact")
     with pytest.raises(mxattn.InvalidArgument, match=r"merged_lse\.shape = \(300, 4\): expected"):
         mxattn.backward_(dout, q, k, v, out, lse, state, *grads, cu, merged_lse=lse.T)
+    for other in (np.float64, np.float16, np.int32, str):
+        wrong = np.zeros_like(lse).astype(other)
+        with pytest.raises(mxattn.InvalidArgument, match=r"merged_lse\.dtype = .* float32, as lse"):
+            mxattn.backward_(dout, q, k, v, out, lse, state, *grads, cu, merged_lse=wrong)
     assert not any(np.asarray(x, np.float32).any() for x in grads)
 
 

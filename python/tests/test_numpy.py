@@ -290,7 +290,10 @@ def test_lengths_are_checked():
         mxattn.cu_seqlens_from_lengths([3, -2])
     with pytest.raises(mxattn.InvalidArgument, match="2147483648"):
         mxattn.cu_seqlens_from_lengths([2**31 - 1, 1])
-    with pytest.raises(mxattn.InvalidArgument, match="cu_seqlens = .*2147483652"):
+    for length in (2**31, 2**40):
+        with pytest.raises(mxattn.InvalidArgument, match="cu_seqlens"):
+            mxattn.cu_seqlens_from_lengths([length])
+    with pytest.raises(mxattn.InvalidArgument, match="cu_seqlens = .*2147483653"):
         mxattn.cu_seqlens_from_lengths(np.array([5, 2**64 - 1], np.uint64))
 
 

@@ -358,6 +358,9 @@ Q, K, V, _ = inputs()
         ((Q, K, V, CU), {"recipe": "int3"}, r'recipe = "int3": expected one of fp8'),
         ((Q, K, V, CU), {"window_size": 5}, r"window_size = 5: expected \(left, right\)"),
         ((Q, K.to("meta"), V, CU), {}, r"k\.device = meta: expected cpu, as q"),
+        ((Q, K, V, CU[:1]), {}, r"cu_seqlens_q\.shape = \(1,\): expected \(documents \+ 1,\)"),
+        ((Q, K, V, CU, CU[:0]), {}, r"cu_seqlens_k\.shape = \(0,\): expected \(5,\), as cu_"),
+        ((Q, K, V, CU), {"causal": None}, r"causal = None: expected True or False"),
     ],
 )
 def test_errors_name_argument_value_and_expectation(arguments, options, message):
@@ -402,8 +405,8 @@ def test_lengths_of_a_plan_are_checked(cu, message):
             [2**31 - 1, 2**31 - 1, 5],
             r"lengths = 4294967299 or more in all: expected less than 2\^31",
         ),
-        ([2**32, 5], r"lengths = 2147483652 or more in all: expected less"),
-        ([2**63 - 1, 2**63 - 1, 5], r"lengths = 4294967299 or more in all: expected less"),
+        ([2**32, 5], r"lengths = 2147483653 or more in all: expected less"),
+        ([2**63 - 1, 2**63 - 1, 5], r"lengths = 4294967301 or more in all: expected less"),
         ([5, -1], r"lengths\[1\] = -1: expected at least 0"),
         ([True, True], r"lengths = torch.bool of shape \(2,\): expected integers"),
         ([1j], r"lengths = torch.complex64 of shape \(1,\): expected integers"),
