@@ -50,6 +50,14 @@ __device__ __forceinline__ void issue_scores(float (&s)[kColumns / 2], float (&d
   ptx::wgmma_commit_group();
 }
 
+/// By all threads of a CTA: rows of stages that its first items never fill must hold finite codes.
+template <class Config, class Stage, int kStages>
+__device__ __forceinline__ void clear_stages(Stage (&stages)[kStages]) {
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(stages) / 16); i += Config::kThreads) {
+    reinterpret_cast<uint4*>(stages)[i] = uint4{0, 0, 0, 0};
+  }
+}
+
 /// DsScale::kRow: dS as 64-row accumulators hold it, to codes with one exponent a row, which
 /// `largest`, the largest magnitude in the thread's registers, decides with those of the quad.
 /// `dS 2^(... - r)` goes in; `scale` becomes the factor of what the codes are multiplied with.

@@ -9,6 +9,13 @@
 
 namespace mxattn::kernels::sm90 {
 
+/// What Sums::finish() leaves to do of some values of a row.
+template <int kCount>
+__device__ __forceinline__ void settle(float (&x)[kCount], float rest, float scale) {
+#pragma unroll
+  for (float& value : x) value = stages::promote<DeviceOps>(rest, value, scale);
+}
+
 /// FP32 sums of one accumulator of a warpgroup. Each thread keeps those of its own registers, and
 /// nobody waits for anybody: register piece p (four registers) of lane l of warp w at [w][p][l].
 template <int kRegisters, SumPlace kPlace>
@@ -34,7 +41,7 @@ struct Sums {
     }
   }
 
-  /// The end of an item, where stages::promote(rest, partial, scale) is left to do: if there is a
+  /// The end of an item, where settle(partial, rest, scale) is left to do: if there is a
   /// sum, partial becomes sum + 2^e partial, scale 1 and the rest, which is returned, -0, to which
   /// any number may be added; else the rest is 0. Then the warp's memory is free.
   [[nodiscard]] __device__ __forceinline__ float finish(float (&partial)[kRegisters],

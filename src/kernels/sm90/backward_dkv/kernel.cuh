@@ -190,17 +190,13 @@ __device__ __forceinline__ void end_item(const BackwardParams& params,
     dk_rest = sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
   rows.put(dv);
   rows.store(params.dv, work.item.head, work.document.k_token, row, work.document.k_len,
-             [&](auto& x, int) {
-               for (float& value : x)
-                 value = stages::promote<DeviceOps>(dv_rest, value, dv_scale[0]);
-             });
+             [&](auto& x, int) { settle(x, dv_rest, dv_scale[0]); });
   if constexpr (Config::kSharedSums == 0)
     dk_rest = sums_of<Config, true>(params, shared, consumer).finish(dk, dk_scale, dk_started);
   rows.put(dk);
   rows.store(params.dk, work.item.head, work.document.k_token, row, work.document.k_len,
              [&](auto& x, int) {
-               for (float& value : x)
-                 value = stages::promote<DeviceOps>(dk_rest, value, dk_scale[0]);
+               settle(x, dk_rest, dk_scale[0]);
                rows.finish_rotated(x, params.softmax_scale, params.rotate);
              });
 }
@@ -450,11 +446,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.stats_ring.initialise((Config::kEveryLaneArrives ? 128 : 4) * Config::kConsumers, 32);
     ptx::fence_mbarrier_init();
   }
-  // Rows of stages that the first items never fill must hold finite codes.
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.stages) / 16);
-       i += Config::kThreads) {
-    reinterpret_cast<uint4*>(shared.stages)[i] = uint4{0, 0, 0, 0};
-  }
+  clear_stages<Config>(shared.stages);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   ptx::wait_on_dependencies();

@@ -441,7 +441,7 @@ __device__ void attend(const BackwardParams& params, SharedStorage<Config>& shar
         work.item.first + 64 * consumer + 16 * warp, work.document.q_len, [&](auto& x, int row) {
           // The scale of the row, from the quad that has it.
           const float own = __shfl_sync(0xFFFFFFFFu, row < 8 ? scale[0] : scale[1], row % 8 * 4);
-          for (float& value : x) value = stages::promote<DeviceOps>(rest, value, own);
+          settle(x, rest, own);
           finished.finish_rotated(x, params.softmax_scale, params.rotate);
         });
     ptx::mbarrier_arrive(
@@ -463,11 +463,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.operand_ring.initialise(kArrivals);
     ptx::fence_mbarrier_init();
   }
-  // Rows of stages that the first items never fill must hold finite codes.
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(shared.stages) / 16);
-       i += Config::kThreads) {
-    reinterpret_cast<uint4*>(shared.stages)[i] = uint4{0, 0, 0, 0};
-  }
+  clear_stages<Config>(shared.stages);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   ptx::wait_on_dependencies();
